@@ -1,0 +1,85 @@
+"""narrowgauge: train neural networks in low precision, the same numbers on a CPU as on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.errors import (
+    CheckpointError,
+    ConfigError,
+    ConversionError,
+    DataError,
+    DivergenceError,
+    NarrowgaugeError,
+    RecipeError,
+)
+
+__version__ = "0.1.0"
+
+# public name -> the module that defines it; loaded on first use, so that importing the package stays cheap
+_HOMES = {
+    "CastSpec": "recipes.spec",
+    "PER_TENSOR": "recipes.spec",
+    "Recipe": "recipes.spec",
+    "DelayedScaling": "recipes.library",
+    "recipe": "recipes.library",
+    "recipe_names": "recipes.library",
+    "CURRENT": "numerics.scaling",
+    "CURRENT_POW2": "numerics.scaling",
+    "TENSOR_POW2": "numerics.scaling",
+    "E8M0_UP": "numerics.scaling",
+    "NONE": "numerics.scaling",
+    "Delayed": "numerics.scaling",
+    "NEAREST_EVEN": "numerics.rounding",
+    "QuantizedTensor": "tensors.quantized",
+    "quantize": "tensors.quantized",
+    "ConversionReport": "layers.report",
+    "convert": "layers.convert",
+    "report": "layers.report",
+    "prepare": "layers.prepare",
+    "autocast": "layers.autocast",
+    "LossScaler": "optim.scaler",
+    "clip_grad_norm_": "optim.clip",
+    "save": "train.checkpoint",
+    "load": "train.checkpoint",
+}
+_MODULES = {"formats": "numerics.formats", "optim": "optim"}
+
+if TYPE_CHECKING:  # so that type checkers and editors see the names
+    from narrowgauge import optim
+    from narrowgauge.layers.autocast import autocast
+    from narrowgauge.layers.convert import convert
+    from narrowgauge.layers.prepare import prepare
+    from narrowgauge.layers.report import ConversionReport, report
+    from narrowgauge.numerics import formats
+    from narrowgauge.numerics.rounding import NEAREST_EVEN
+    from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_UP, NONE, TENSOR_POW2, Delayed
+    from narrowgauge.optim.clip import clip_grad_norm_
+    from narrowgauge.optim.scaler import LossScaler
+    from narrowgauge.recipes.library import DelayedScaling, recipe, recipe_names
+    from narrowgauge.recipes.spec import PER_TENSOR, CastSpec, Recipe
+    from narrowgauge.tensors.quantized import QuantizedTensor, quantize
+    from narrowgauge.train.checkpoint import load, save
+
+__all__ = [
+    "CURRENT", "CURRENT_POW2", "CastSpec", "CheckpointError", "ConfigError", "ConversionError", "ConversionReport",
+    "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_UP", "LossScaler", "NEAREST_EVEN", "NONE",
+    "NarrowgaugeError", "PER_TENSOR", "QuantizedTensor", "Recipe", "RecipeError", "TENSOR_POW2", "autocast",
+    "clip_grad_norm_", "convert", "formats", "load", "optim", "prepare", "quantize", "recipe", "recipe_names",
+    "report", "save",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"narrowgauge.{_MODULES[name]}")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"narrowgauge.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'narrowgauge' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,97 @@
+"""Casts: float32 to codes and back, by round to nearest even.
+
+Narrow formats saturate at +-max (so does infinity), wide ones overflow to infinity as IEEE 754 does; NaN stays NaN.
+`reference` holds the scalar twin, `kernels` the fast paths; all give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.formats import FP32, TF32, Format
+
+
+class Rounding(Enum):
+    """How a cast picks between the two neighbours of a value."""
+
+    NEAREST_EVEN = "nearest even"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+NEAREST_EVEN = Rounding.NEAREST_EVEN
+
+
+def encode(x: Tensor, fmt: Format, *, saturating: bool | None = None) -> Tensor:
+    """Cast to codes of `fmt` by round to nearest even.
+
+    x: any floating dtype, any shape. Returns a tensor of `fmt.dtype` of the same shape (formats below 8 bits: one code
+    a byte, in the low bits). `saturating` overrides what the format does beyond its maximum (scaled FP16 storage
+    saturates, FP16 arithmetic does not). Raises RecipeError for NaN in a format that has none.
+    """
+    x = x.float()
+    if fmt.saturating if saturating is None else saturating:
+        x = x.clamp(-fmt.max if fmt.signed else 0.0, fmt.max)
+    if fmt is TF32:
+        return _round_to_tf32(x)
+    if fmt.is_integer:
+        _refuse_nan(x, fmt)
+        return x.round().to(fmt.dtype)
+    if fmt.dtype is torch.uint8:
+        _refuse_nan(x, fmt)
+        return _encode_small(x, fmt)
+    return x.to(fmt.dtype)
+
+
+def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of `codes` (a tensor of `fmt.dtype`) in `dtype`, exact where `dtype` holds them."""
+    if fmt.dtype is torch.uint8 and not fmt.is_integer:
+        return _code_values(fmt, codes.device)[codes.int()].to(dtype)
+    return codes.to(dtype)
+
+
+def round_to(x: Tensor, fmt: Format) -> Tensor:
+    """Round every value of `x` to the nearest value of `fmt`, kept in float32."""
+    return x.float() if fmt is FP32 else decode(encode(x, fmt), fmt)
+
+
+def _refuse_nan(x: Tensor, fmt: Format) -> None:
+    if x.isnan().any():
+        raise RecipeError(f"NaN cannot be cast to {fmt.name}, which has no NaN: find where it comes from, or use E4M3FN")
+
+
+def _round_to_tf32(x: Tensor) -> Tensor:
+    bits = x.view(torch.int32)
+    lowest = (bits >> 13) & 1  # ties to even: the last kept bit decides
+    rounded = ((bits + 0xFFF + lowest) & ~0x1FFF).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
+
+
+def _encode_small(x: Tensor, fmt: Format) -> Tensor:
+    """Codes of a 4- or 6-bit format; `x` is already clamped to +-max."""
+    magnitude = x.abs()
+    smallest_exponent = 1 - fmt.bias
+    exponent = (magnitude.frexp().exponent - 1).clamp(min=smallest_exponent)
+    # dividing by a power of two is exact, so this rounds once
+    steps = torch.ldexp(magnitude, fmt.mantissa_bits - exponent).round().int()
+    code = ((exponent - smallest_exponent) << fmt.mantissa_bits) + steps
+    sign = x.signbit().int() << (fmt.bits - 1)
+    return (code | sign).to(torch.uint8)
+
+
+@functools.cache
+def _code_values(fmt: Format, device: torch.device) -> Tensor:
+    """The value of every code of a small float format, as float32."""
+    code = torch.arange(1 << fmt.bits, device=device)
+    field = code & ((1 << (fmt.bits - 1)) - 1)
+    exponent, mantissa = field >> fmt.mantissa_bits, field & ((1 << fmt.mantissa_bits) - 1)
+    implicit = (exponent > 0).int() << fmt.mantissa_bits
+    power = exponent.clamp(min=1) - fmt.bias - fmt.mantissa_bits
+    value = torch.ldexp((mantissa + implicit).float(), power)
+    return torch.where(code >> (fmt.bits - 1) == 1, -value, value)
