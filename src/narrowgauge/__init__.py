@@ -37,7 +37,7 @@ _HOMES = {
     "ConversionReport": "layers.report",
     "convert": "layers.convert",
     "report": "layers.report",
-    "prepare": "layers.prepare",
+    "prepare": "prepare",
     "autocast": "layers.autocast",
     "LossScaler": "optim.scaler",
     "clip_grad_norm_": "optim.clip",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
     from narrowgauge import optim
     from narrowgauge.layers.autocast import autocast
     from narrowgauge.layers.convert import convert
-    from narrowgauge.layers.prepare import prepare
+    from narrowgauge.prepare import prepare
     from narrowgauge.layers.report import ConversionReport, report
     from narrowgauge.numerics import formats
     from narrowgauge.numerics.rounding import NEAREST_EVEN
