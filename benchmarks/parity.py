@@ -1,0 +1,127 @@
+"""Validation loss of the reference model under each recipe: the mean of three seeds, all in one run.
+
+    python benchmarks/parity.py [--seeds 3] [--steps 600] [--recipes fp32 bf16 ...] [--json]
+
+A byte-level GPT on the text of `pydoc_data.topics` (first 90 % for training), width 96, 3 blocks, context 64. The text
+differs between Python versions, so losses compare only within one run; its hash is in the result. `unscaled` is
+fp8_current without scales: it must be far worse, or the comparison proves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import math
+import statistics
+import time
+
+import common
+import numpy as np
+import torch
+from pydoc_data.topics import topics
+
+import narrowgauge as ng
+from narrowgauge.models.gpt import GPT, GPTConfig
+
+RECIPES = ("fp32", "tf32", "bf16", "fp16", "fp8_current", "fp8_delayed", "unscaled")
+BATCH, CONTEXT, WARMUP_STEPS, PEAK_LR = 16, 64, 50, 2e-3
+ALLOWED_LOSS_GAP, UNSCALED_LOSS_GAP = 0.03, 1.0
+
+
+def load_text() -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer("\n".join(topics[k] for k in sorted(topics)).encode(), np.uint8).copy())
+
+
+def make_recipe(name: str) -> ng.Recipe:
+    if name != "unscaled":
+        return ng.recipe(name)
+    scaled = ng.recipe("fp8_current")
+    bare = {r: dataclasses.replace(getattr(scaled, r), scale=ng.NONE) for r in ("input", "weight", "grad_output")}
+    return scaled.replace(name=name, **bare)
+
+
+def reference_model() -> GPT:
+    return GPT(
+        GPTConfig(
+            vocab_size=256, layers=3, width=96, heads=4, context=CONTEXT, ffn_width=384, positions="learned",
+            activation="swiglu", tied_embeddings=False, init_std=0.02,
+        )
+    )  # fmt: skip
+
+
+def learning_rate(step: int, steps: int) -> float:
+    if step < WARMUP_STEPS:
+        return PEAK_LR * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    return PEAK_LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def sample(data: torch.Tensor, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    start = torch.randint(len(data) - CONTEXT - 1, (batch,), generator=generator)
+    windows = data[start[:, None] + torch.arange(CONTEXT + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def train(name: str, seed: int, steps: int, text: torch.Tensor) -> dict[str, float]:
+    torch.manual_seed(seed)
+    model = reference_model()
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=PEAK_LR, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    recipe = make_recipe(name)
+    model, optimizer = ng.prepare(model, optimizer, recipe)
+    scaler = ng.LossScaler(recipe)
+    training, validation = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    batches = torch.Generator().manual_seed(1000 + seed)
+    start = time.perf_counter()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        _, loss = model(*sample(training, BATCH, batches))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        ng.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    train_s = time.perf_counter() - start
+    model.eval()
+    fixed = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        losses = [model(*sample(validation, 32, fixed))[1].item() for _ in range(20)]
+    return {"validation_loss": statistics.fmean(losses), "train_s": train_s}
+
+
+def verdict(name: str, gap: float) -> bool:
+    return gap > UNSCALED_LOSS_GAP if name == "unscaled" else abs(gap) <= ALLOWED_LOSS_GAP
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
+    arguments = parser.parse_args()
+    text = load_text()
+    repeats = {n: [train(n, s, arguments.steps, text) for s in range(arguments.seeds)] for n in arguments.recipes}
+    means = {n: statistics.fmean(r["validation_loss"] for r in rs) for n, rs in repeats.items()}
+    passed = True
+    for name, mean in means.items():
+        gap = mean - means.get("fp32", math.nan)
+        ok = name == "fp32" or verdict(name, gap)
+        passed &= ok
+        spread = max(r["validation_loss"] for r in repeats[name]) - min(r["validation_loss"] for r in repeats[name])
+        print(f"{name:12} loss {mean:.4f}  against fp32 {gap:+.4f}  seeds' range {spread:.4f}  {'ok' if ok else 'MISSED'}")
+    if arguments.json:
+        text_hash = hashlib.sha256(text.numpy().tobytes()).hexdigest()
+        common.write_result("parity", {"text_sha256": text_hash, "mean_validation_loss": means, "repeats": repeats})
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
