@@ -1,0 +1,44 @@
+"""`narrowgauge bench`: runs a measuring script of the repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import narrowgauge
+from narrowgauge.cli.arguments import Parser
+from narrowgauge.errors import ConfigError
+
+SCRIPTS = {
+    "linear": "forward and backward of a linear layer, against torch and torchao",
+    "casts": "quantize and dequantize, against a copy of the same array",
+}
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Run `benchmarks/WHAT.py` with the options after it; return its exit code."""
+    parser = Parser(
+        "bench",
+        "Measure this machine; ratios are taken within one run. The scripts are in the repository's benchmarks/.\n\n"
+        + "\n".join(f"  {name:<8} {what}" for name, what in SCRIPTS.items()),
+        ["narrowgauge bench casts", "narrowgauge bench linear --json"],
+    )
+    parser.add_argument("what", choices=SCRIPTS, help="what to measure")
+    parser.add_json_option()
+    arguments = parser.parse(argv)
+    script = _script(arguments.what)
+    return subprocess.run([sys.executable, script, *(["--json"] if arguments.json else [])]).returncode
+
+
+def _script(name: str) -> Path:
+    """The script's path in the checkout that this package is installed from, or below the working directory."""
+    homes = [Path(narrowgauge.__file__).resolve().parents[2], Path.cwd()]
+    for home in homes:
+        if (script := home / "benchmarks" / f"{name}.py").is_file():
+            return script
+    raise ConfigError(
+        f"expected benchmarks/{name}.py beside the package or in this folder, found neither: the measuring scripts are "
+        "part of the repository, not of the installed package; run this command in a checkout"
+    )

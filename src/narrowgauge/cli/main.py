@@ -1,0 +1,107 @@
+"""The command `narrowgauge`: finds the command's module, runs it, and turns what goes wrong into one line and a code.
+
+Exit codes: 0 done; 2 bad arguments or configuration; 1 anything else that failed; 130 interrupted.
+Modules of commands load on use, so that `--help` answers before torch could have been imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import narrowgauge
+from narrowgauge.errors import ConfigError, NarrowgaugeError, RecipeError, closest
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class Command(NamedTuple):
+    """Where a command lives: `run(argv) -> int` in `narrowgauge.cli.MODULE`, by the name of FUNCTION."""
+
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("train", "train", "train a language model; with no option: a small GPT in FP8"),
+    "resume": Command("train", "resume", "continue a run exactly where its last checkpoint stands"),
+    "eval": Command("runs", "evaluate", "loss, perplexity and bits per byte of a run"),
+    "generate": Command("runs", "generate", "continue a prompt with a run's model"),
+    "export": Command("runs", "export", "write a run's model as a Hugging Face directory"),
+    "chart": Command("chart", "chart", "the precision chart of recipes"),
+    "doctor": Command("doctor", "doctor", "what this machine does natively, what it emulates, and why"),
+    "bench": Command("bench", "bench", "measure linear layers or casts"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; `argv` without the program's name, `sys.argv[1:]` by default."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # sampled text on a terminal that is not UTF-8 must not end the command
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()  # here, where a reader that has gone is still handled
+        return code
+    except BrokenPipeError:
+        # the interpreter flushes at exit and would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (NarrowgaugeError, OSError) as error:
+        if "--debug" in argv:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError | RecipeError) else EXIT_FAILED
+
+
+def _dispatch(argv: list[str]) -> int:
+    words = [word for word in argv if word != "--debug"]
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview(), end="")
+        return EXIT_DONE
+    name, rest = words[0], words[1:]
+    if name == "--version":
+        print(f"narrowgauge {narrowgauge.__version__}")
+        return EXIT_DONE
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        raise ConfigError(f"unknown {kind} '{name}'{closest(name, ['--help', '--version', *COMMANDS])}")
+    command = COMMANDS[name]
+    module = importlib.import_module(f"narrowgauge.cli.{command.module}")
+    return getattr(module, command.function)(rest)
+
+
+def _overview() -> str:
+    rows = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
+    return f"""usage: narrowgauge COMMAND [options]
+
+Train neural networks in low precision: the same numbers on a CPU as on a GPU.
+
+commands:
+{rows}
+
+options:
+  -h, --help   this text; after a command: its options, with examples
+  --version    the version
+  --debug      after an error, the traceback too
+
+examples:
+  narrowgauge train
+  narrowgauge train --recipe bf16 --steps 200
+  narrowgauge generate runs/NAME --prompt "def main("
+  narrowgauge chart --markdown
+
+exit codes: 0 done, 2 bad arguments or configuration, 1 failed, 130 interrupted (after a checkpoint)
+"""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,196 @@
+"""Renders the events of a training run: a live line on a terminal, plain lines elsewhere, and the closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from narrowgauge.cli.console import output, print_table
+from narrowgauge.train import events
+
+# Above this share of saturated or flushed values a role is called out: GEMM errors grow visibly from about here.
+TROUBLE_SHARE = 0.02
+# Weight of the newest step in the smoothed speed that the remaining time is computed from.
+SMOOTHING = 0.1
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    """A listener for `train.run`: call it with each event. Use as a context, so that the live line is taken down.
+
+    `log_every` is the number of steps between plain lines; a terminal shows every step.
+    """
+
+    def __init__(self, console: Console | None = None, log_every: int = 10) -> None:
+        self.console = console or output()
+        self.log_every = max(1, log_every)
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._step_s: float | None = None
+        self._trouble = ""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the live line down."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __call__(self, event: events.Event) -> None:
+        """Render one event; unknown kinds are passed over."""
+        renderer = _RENDERERS.get(type(event))
+        if renderer is not None:
+            renderer(self, event)
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print one line above the live line."""
+        console = self.console if self._live is None else self._live.console
+        console.print(escape(text), style=style or None, soft_wrap=True)
+
+    def preparing(self, event: events.Preparing) -> None:
+        """Say what takes a while before the first step."""
+        self.say(f"{event.what} ...", "dim")
+
+    def started(self, event: events.RunStarted) -> None:
+        """Say what is trained, where, in what; start the live line."""
+        self.say(f"run      {event.run_dir}")
+        self.say(
+            f"model    {event.config.model.preset}, {event.parameters:,} parameters, "
+            f"recipe {event.config.recipe} on {event.device}"
+        )
+        self.say(
+            f"data     {event.config.data.corpus}, {event.train_tokens:,} tokens, {event.tokens_per_step:,} a step"
+        )
+        counts = event.report.summary() if hasattr(event.report, "summary") else ""
+        if counts:
+            self.say(f"layers   {counts}")
+        if event.resumed_from is not None:
+            self.say(f"resumed  from {event.resumed_from} at step {event.step}")
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[facts]}"))
+            self._live = Progress(*columns, console=self.console, transient=True)
+            self._live.start()
+            description = f"step {event.step}/{event.steps}"
+            self._task = self._live.add_task(description, total=event.steps, completed=event.step, facts="")
+
+    def stepped(self, event: events.StepDone) -> None:
+        """Move the live line, or print a plain one at every `log_every`-th step, the first and the last."""
+        if event.statistics is not None:
+            self._trouble = trouble(event.statistics)
+        if self._step_s is None:
+            self._step_s = event.seconds
+        self._step_s += SMOOTHING * (event.seconds - self._step_s)
+        facts = _facts(event, self._step_s * (event.steps - event.step), self._trouble)
+        if self._live is not None and self._task is not None:
+            description = f"step {event.step}/{event.steps}"
+            self._live.update(self._task, completed=event.step, description=description, facts=escape(facts))
+        elif event.step % self.log_every == 0 or event.step in (1, event.steps):
+            self.say(f"step {event.step}/{event.steps}  {facts}")
+
+    def skipped(self, event: events.Skipped) -> None:
+        """Say which gradient was bad, and how near the limit of skips is."""
+        self.say(
+            f"step {event.step}  skipped: gradient of {event.parameter} is not finite; {event.consecutive} in a row, "
+            f"{event.max_skips} stop the run; loss scale {event.loss_scale:g}",
+            "yellow",
+        )
+
+    def evaluated(self, event: events.Evaluated) -> None:
+        """Print the validation figures."""
+        self.say(
+            f"step {event.step}  validation loss {event.loss:.4f}  perplexity {event.perplexity:.2f}  "
+            f"{event.bits_per_byte:.4f} bits per byte",
+            "bold",
+        )
+
+    def saved(self, event: events.CheckpointSaved) -> None:
+        """Print where the checkpoint is."""
+        self.say(f"step {event.step}  saved {event.path} ({event.bytes / 1e6:.1f} MB, {event.seconds:.1f} s)", "dim")
+
+    def warned(self, event: events.Warned) -> None:
+        """Print the warning."""
+        self.say(f"warning: {event.message}", "yellow")
+
+    def interrupting(self, event: events.Interrupting) -> None:
+        """Say that the step in hand is still finished and saved."""
+        self.say(f"{event.signal}: finishing step {event.step + 1} and saving; once more to stop at once", "yellow")
+
+    def sampled(self, event: events.Sampled) -> None:
+        """Print the text that the model wrote."""
+        self.__exit__(None, None, None)
+        self.say("\nsample", "bold")
+        self.console.print(escape(event.prompt) + f"[green]{escape(event.text)}[/]", soft_wrap=True, highlight=False)
+
+    def finished(self, event: events.Finished) -> None:
+        """Print the closing table."""
+        self.__exit__(None, None, None)
+        print_table("result", ["", "value"], closing_rows(event))
+        if event.status is events.Status.INTERRUPTED:
+            self.say(f"interrupted at step {event.step}; go on with: narrowgauge resume {event.run_dir}", "yellow")
+        else:
+            self.say(f"run folder {event.run_dir}; try: narrowgauge generate {event.run_dir} --prompt 'def '")
+
+
+def closing_rows(event: events.Finished) -> list[tuple[str, str]]:
+    """Rows of the table at the end of a run: losses, speed, bytes per role."""
+    rows = [("training loss, last step", f"{event.last_loss:.4f} nats a token")]
+    if event.evaluation is not None:
+        rows.append(("validation loss", f"{event.evaluation.loss:.4f} nats a token"))
+        rows.append(("validation bits per byte", f"{event.evaluation.bits_per_byte:.4f}"))
+    rows.append(("tokens", f"{event.tokens:,} in {duration(event.seconds)}"))
+    rows.append(("tokens/s", f"{event.tokens_per_s:,.0f}"))
+    if event.skipped_steps:
+        rows.append(("skipped steps", f"{event.skipped_steps:,}"))
+    return rows
+
+
+def trouble(statistics: dict[str, dict[str, float]]) -> str:
+    """The worst role's share of saturated or flushed values, where it is above TROUBLE_SHARE; else nothing."""
+    shares = [(share, role, kind) for role, kinds in statistics.items() for kind, share in kinds.items()]
+    share, role, kind = max(shares, default=(0.0, "", ""))
+    return f"{role} {kind} {share:.1%}" if share > TROUBLE_SHARE else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person writes them: 41 s, 3 min 05 s, 2 h 10 min."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _facts(event: events.StepDone, left_s: float, trouble_text: str) -> str:
+    facts = [
+        f"loss {event.loss:.4f}",
+        f"norm {event.grad_norm:.3f}",
+        f"lr {event.lr:.2e}",
+        f"{event.tokens_per_s:,.0f} tokens/s",
+        f"{duration(left_s)} left",
+    ]
+    if event.loss_scale != 1.0:
+        facts.append(f"loss scale {event.loss_scale:g}")
+    if event.skipped:
+        facts.append("SKIPPED")
+    if trouble_text:
+        facts.append(trouble_text)
+    return "  ".join(facts)
+
+
+_RENDERERS: dict[type, Callable] = {
+    events.Preparing: Reporter.preparing,
+    events.RunStarted: Reporter.started,
+    events.StepDone: Reporter.stepped,
+    events.Skipped: Reporter.skipped,
+    events.Evaluated: Reporter.evaluated,
+    events.CheckpointSaved: Reporter.saved,
+    events.Warned: Reporter.warned,
+    events.Interrupting: Reporter.interrupting,
+    events.Sampled: Reporter.sampled,
+    events.Finished: Reporter.finished,
+}
