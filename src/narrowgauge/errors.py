@@ -38,11 +38,22 @@ class DivergenceError(NarrowgaugeError):
 
 
 def closest(name: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest valid name, or a list of all where none is close."""
-    valid = list(valid)
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    if not near:  # prefixes such as "fp8" score low against "fp8_current"
-        near = [v for v in valid if v.startswith(name) or name.startswith(v)][:1]
+    """Return `; did you mean 'x'?` for the closest valid names, or a list of all where none is close.
+
+    Case, and `-` or a blank for `_`, make no difference. A name that begins valid ones suggests up to three of them.
+    """
+    by_key = {_key(v): v for v in valid}
+    key = _key(name)
+    if key in by_key:
+        near = [key]
+    else:  # difflib scores beginnings low: "fp8" would be closer to "fp32" than to "fp8_current"
+        near = [k for k in by_key if key and k.startswith(key)][:3]
+    near = near or difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
+    near = near or [k for k in by_key if k and key.startswith(k)][:1]
     if near:
-        return f"; did you mean '{near[0]}'?"
-    return f"; valid: {', '.join(sorted(valid))}"
+        return f"; did you mean {' or '.join(repr(by_key[k]) for k in near)}?"
+    return f"; valid: {', '.join(sorted(by_key.values()))}"
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "_").replace(" ", "_")

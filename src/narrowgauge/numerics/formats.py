@@ -67,6 +67,9 @@ class Format:
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> str:
+        return self.name  # copies and pickles are the module's own object, so that `is` holds for them
+
 
 # name, bits, exponent bits, mantissa bits, bias, max, inf, nan, dtype
 E4M3FN = Format("E4M3FN", 8, 4, 3, 7, 448.0, False, True, torch.float8_e4m3fn)

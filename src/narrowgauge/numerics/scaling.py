@@ -9,16 +9,17 @@ Every division is tensor by tensor: `scalar / tensor` runs as `reciprocal * scal
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics.formats import FP32, Format
 
 FLT_MAX = FP32.max
+MAX_MARGIN = 64
 
 
 class ScaleRule(Enum):
@@ -38,7 +39,7 @@ class ScaleRule(Enum):
 AmaxAlgorithm = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Delayed:
     """A scale that follows from the amax values of earlier steps (TransformerEngine's DelayedScaling).
 
@@ -53,14 +54,23 @@ class Delayed:
     algorithm: str | AmaxAlgorithm = "max"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.interval, int) or self.interval < 1:
-            raise RecipeError(f"interval={self.interval!r}: expected a whole number of steps, at least 1")
-        if not isinstance(self.history_length, int) or self.history_length < 1:
-            raise RecipeError(f"amax_history_len={self.history_length!r}: expected a whole number, at least 1")
-        if not callable(self.algorithm) and self.algorithm not in ("max", "most_recent"):
+        # bool is an int to Python; a margin beyond float32's exponents would make the scale 0 or inf
+        margin = self.margin
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= MAX_MARGIN:
+            raise RecipeError(f"margin={margin!r}: expected powers of two, between -{MAX_MARGIN} and {MAX_MARGIN}")
+        for option, steps in (("interval", self.interval), ("amax_history_len", self.history_length)):
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+                raise RecipeError(f"{option}={steps!r}: expected a whole number of steps, at least 1")
+        algorithm = self.algorithm
+        if not callable(algorithm) and algorithm not in ("max", "most_recent"):
+            hint = closest(algorithm, ("max", "most_recent")) if isinstance(algorithm, str) else ""
             raise RecipeError(
-                f"amax_compute_algo={self.algorithm!r}: expected 'max', 'most_recent' or a function of the history"
+                f"amax_compute_algo={algorithm!r}: expected 'max', 'most_recent' or a function of the history{hint}"
             )
+
+    def __repr__(self) -> str:
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Delayed({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
 
 Scale = ScaleRule | Delayed

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from enum import Enum, StrEnum
-from typing import Any, Self, TypeVar
+from enum import Enum
+from typing import Any, Self
 
 import torch
 
 from narrowgauge.errors import RecipeError, closest
-from narrowgauge.numerics import formats
-from narrowgauge.numerics.formats import BF16, FP16, FP32, Format
+from narrowgauge.numerics.formats import BF16, E8M0FNU, FP16, FP32, TF32, Format
 from narrowgauge.numerics.rounding import NEAREST_EVEN, Rounding
 from narrowgauge.numerics.scaling import CURRENT, NONE, Delayed, Scale, ScaleRule
+from narrowgauge.recipes import fields as check
+from narrowgauge.recipes.fields import AUTO, Emulation, Evaluation
 
 
 class Granularity(Enum):
@@ -27,13 +28,30 @@ class Granularity(Enum):
 
 PER_TENSOR = Granularity.PER_TENSOR
 
+GEMMS = ("output", "grad_input", "grad_weight")  # the order of override_linear_precision
+OPERANDS = {"output": ("input", "weight"), "grad_input": ("grad_output", "weight"),
+            "grad_weight": ("grad_output", "input")}  # fmt: skip
+OPERAND_ROLES = ("input", "weight", "grad_output")
+STATE_ROLES = ("param", "master", "grad", "exp_avg", "exp_avg_sq")
+COMM_ROLES = ("grad_comm", "param_comm", "activation_comm", "pipeline_comm")
+ROLES = (*OPERAND_ROLES, "activation", *STATE_ROLES, *COMM_ROLES)
+REQUIRED_ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")
 
-@dataclass(frozen=True)
+# what a role without a cast of its own means, as tables print it
+UNSET = {
+    "input": "as compute", "weight": "as compute", "grad_output": "as compute", "activation": "as input",
+    "master": "none: the parameter itself is updated", "grad_comm": "as grad", "param_comm": "as param",
+    "activation_comm": "as compute", "pipeline_comm": "as compute",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
 class CastSpec:
     """How a tensor is cast: format, granularity, scale, rounding.
 
-    Where `scale` is left out, narrow formats (at most 8 bits) take current scaling and wide ones none. A wide format
-    with a scale is scaled storage, which saturates; without one it overflows as IEEE 754 does.
+    Where `scale` is left out, narrow formats (at most 8 bits) take current scaling and wide ones none. FP16 with a
+    scale is scaled storage, which saturates; without one it overflows as IEEE 754 does. Raises RecipeError for values
+    of the wrong kind, and for a scale on a format that has float32's range (BF16, TF32, FP32, E8M0FNU).
     """
 
     format: Format
@@ -42,19 +60,20 @@ class CastSpec:
     rounding: Rounding = NEAREST_EVEN
 
     def __post_init__(self) -> None:
-        for field, kinds in (
-            ("format", Format),
-            ("granularity", Granularity),
-            ("scale", ScaleRule | Delayed | None),
-            ("rounding", Rounding),
+        for field, kind, example in (
+            ("format", Format, "a Format, e.g. formats.E4M3FN"),
+            ("granularity", Granularity, "PER_TENSOR"),
+            ("scale", ScaleRule | Delayed | None, "CURRENT, CURRENT_POW2, TENSOR_POW2, E8M0_UP, NONE or Delayed(...)"),
+            ("rounding", Rounding, "NEAREST_EVEN"),
         ):
-            value = getattr(self, field)
-            if not isinstance(value, kinds):
-                raise RecipeError(f"CastSpec {field}={value!r}: expected {getattr(kinds, '__name__', kinds)}")
+            if not isinstance(getattr(self, field), kind):
+                raise RecipeError(f"CastSpec {field}={getattr(self, field)!r}: expected {example}")
+        if self.format is E8M0FNU:
+            raise RecipeError("E8M0FNU is the format of a block's scale: no tensor is cast to it")
         if self.scale is None:
             object.__setattr__(self, "scale", CURRENT if self.format.is_narrow else NONE)
-        if self.format in (formats.E8M0FNU, formats.TF32) and self.is_scaled:
-            raise RecipeError(f"{self.format} holds no scaled values: it is a scale's or a product's format")
+        if self.is_scaled and self.format in (BF16, TF32, FP32):
+            raise RecipeError(f"{self.format} with a scale: it has float32's range and needs none; leave scale out")
 
     @property
     def is_scaled(self) -> bool:
@@ -64,56 +83,53 @@ class CastSpec:
     def is_delayed(self) -> bool:
         return isinstance(self.scale, Delayed)
 
+    def __repr__(self) -> str:
+        parts = [repr(self.format)]
+        if self.granularity is not PER_TENSOR:
+            parts.append(repr(self.granularity))
+        if self.scale is not (CURRENT if self.format.is_narrow else NONE):
+            parts.append(f"scale={self.scale!r}")
+        if self.rounding is not NEAREST_EVEN:
+            parts.append(f"rounding={self.rounding!r}")
+        return f"CastSpec({', '.join(parts)})"
+
     def __str__(self) -> str:
         parts = [str(self.format)]
-        if self.is_scaled:
-            parts.append("delayed" if isinstance(self.scale, Delayed) else str(self.scale.value))  # type: ignore[union-attr]
-            parts.append(self.granularity.value)
+        if isinstance(self.scale, Delayed):
+            parts += [_describe(self.scale), str(self.granularity.value)]
+        elif isinstance(self.scale, ScaleRule) and self.is_scaled:
+            parts += [f"scale {self.scale.value}", str(self.granularity.value)]
+        elif self.format.is_narrow:
+            parts.append("unscaled")
+        if self.rounding is not NEAREST_EVEN:
+            parts.append(str(self.rounding.value))
         return ", ".join(parts)
 
 
-class Emulation(StrEnum):
-    """FAST: products of codes carried in bf16 leave one extra bf16 rounding; EXACT: float32 products, no rounding."""
-
-    FAST = "fast"
-    EXACT = "exact"
-
-
-class Evaluation(StrEnum):
-    """What quantized layers run in while the model is in eval mode."""
-
-    SAME = "same"
-    COMPUTE = "compute"
-
-
-E = TypeVar("E", bound=StrEnum)
-AUTO = "auto"
-ROLES = (
-    "input", "weight", "grad_output", "activation", "param", "master", "grad", "exp_avg", "exp_avg_sq",
-    "grad_comm", "param_comm", "activation_comm", "pipeline_comm",
-)  # fmt: skip
-GEMMS = ("output", "grad_input", "grad_weight")  # the order of override_linear_precision
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
-    """A table from tensor roles to casts. Frozen: `replace` makes a changed copy.
+    """A table from tensor roles to casts. Frozen and hashable: `replace` makes a changed copy.
 
     GEMM operands (`input`, `weight`, `grad_output`): None means the compute dtype. `activation`: what is saved for
     backward; None means the input operand as it was multiplied. `param`, `master`, `grad`, `exp_avg`, `exp_avg_sq`: what
-    is stored (`master` None: the parameter is its own master). The `_comm` roles: what travels; None means as stored.
+    is stored (`master` None: the parameter itself is updated). The `_comm` roles: what travels; None means as stored.
 
     compute: dtype of all that is no quantized GEMM: FP32, BF16, FP16, or "auto" (see `resolve`).
     override_linear_precision: (output, grad_input, grad_weight); True runs that GEMM in the compute dtype.
-    include, exclude: globs over module names; a layer is quantized if it matches `include` and not `exclude`.
-    first_last: how many of the selected layers at the (start, end) stay in the compute dtype.
+    emulation: "fast" or "exact", where the device lacks the format (see `Emulation`).
+    include, exclude: globs over module names; a layer is quantized if it matches `include` and not `exclude`. The
+        head, `lm_head`, joins only if asked: by an `include` that spells it, e.g. ("*", "*lm_head"), or by `exclude=()`.
+    first_last: how many of the layers so selected stay in the compute dtype at the (start, end).
     min_size: layers with fewer input or output features stay in the compute dtype.
     embeddings: whether embedding tables take part in `param`, `grad` and the optimizer-state roles.
-    evaluation: what quantized layers run in under `model.eval()`: "same", "compute", or a Format for input and weight.
+    evaluation: what quantized layers run in under `model.eval()`: "same", "compute", or a format such as E4M3 for
+        input and weight (see `in_evaluation`).
     tf32: float32 products that remain are rounded to TF32 operands.
+
+    Raises RecipeError for an unknown field, naming the closest, and for a value that its field does not take.
     """
 
-    name: str
+    name: str = "custom"
     input: CastSpec | None = None
     weight: CastSpec | None = None
     grad_output: CastSpec | None = None
@@ -138,27 +154,25 @@ class Recipe:
     evaluation: Evaluation | Format | str = Evaluation.SAME
     tf32: bool = False
 
+    def __new__(cls, **fields: Any) -> Self:
+        check_fields(fields)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for role in ROLES:
-            value = getattr(self, role)
-            needed = role in ("param", "grad", "exp_avg", "exp_avg_sq")
-            if not isinstance(value, CastSpec) and (needed or value is not None):
-                raise RecipeError(f"role {role}={value!r}: expected a CastSpec{'' if needed else ' or None'}")
-        self._set("compute", _compute(self.compute))
-        self._set("emulation", _member(Emulation, "emulation", self.emulation))
-        self._set("evaluation", _evaluation(self.evaluation))
+            _check_role(role, getattr(self, role))
+        check.name(self.name)
+        set_field = object.__setattr__  # the dataclass is frozen
+        set_field(self, "compute", check.compute(self.compute))
+        set_field(self, "override_linear_precision", check.override(self.override_linear_precision))
+        set_field(self, "emulation", check.emulation(self.emulation))
+        set_field(self, "evaluation", check.evaluation(self.evaluation))
+        set_field(self, "first_last", check.first_last(self.first_last))
         for field in ("include", "exclude"):
-            self._set(field, _globs(field, getattr(self, field)))
-        self._set("first_last", _first_last(self.first_last))
-        self._set("override_linear_precision", _override(self.override_linear_precision))
-        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 0:
-            raise RecipeError(f"min_size={self.min_size!r}: expected a number of features, at least 0")
+            set_field(self, field, check.globs(field, getattr(self, field)))
+        check.count("min_size", self.min_size)
         for field in ("embeddings", "tf32"):
-            if not isinstance(getattr(self, field), bool):
-                raise RecipeError(f"{field}={getattr(self, field)!r}: expected True or False")
-
-    def _set(self, field: str, value: Any) -> None:
-        object.__setattr__(self, field, value)
+            check.flag(field, getattr(self, field))
 
     def replace(self, **fields: Any) -> Self:
         """A copy with other fields. Raises RecipeError for a field that no recipe has, naming the closest."""
@@ -169,25 +183,52 @@ class Recipe:
         """The same recipe with `compute="auto"` decided: BF16 where the device has it, else FP16 (V100, T4)."""
         if self.compute != AUTO:
             return self
-        device = torch.device(device)
-        lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        return self.replace(compute=FP16 if lacks_bf16 else BF16)
+        return self.replace(compute=BF16 if _has_bf16(torch.device(device)) else FP16)
+
+    def in_evaluation(self) -> Self:
+        """The recipe that layers follow in eval mode, by `evaluation`.
+
+        "compute": no quantized operand. A format: input and weight in that format, with the scale they have in training
+        where the format is the same, else with current scaling. Gradients in eval mode keep `grad_output`.
+        """
+        if self.evaluation == Evaluation.COMPUTE:
+            return self.replace(input=None, weight=None, grad_output=None)
+        if not isinstance(self.evaluation, Format):
+            return self
+        wanted = CastSpec(self.evaluation)
+        operands = {role: getattr(self, role) for role in ("input", "weight")}
+        return self.replace(**{r: s if s and s.format == wanted.format else wanted for r, s in operands.items()})
+
+    @property
+    def compute_format(self) -> Format:
+        """`compute` as a Format. Raises RecipeError while it is "auto": call `resolve` first."""
+        if not isinstance(self.compute, Format):
+            raise RecipeError('compute="auto" is not decided yet: call recipe.resolve(device)')
+        return self.compute
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The torch dtype of `compute`. Raises RecipeError while it is "auto": call `resolve` first."""
-        if not isinstance(self.compute, Format):
-            raise RecipeError('compute="auto" is not decided yet: call recipe.resolve(device)')
-        return self.compute.dtype
+        return self.compute_format.dtype
 
     @property
     def needs_loss_scaling(self) -> bool:
-        return self.compute is FP16
+        """True where gradients pass through FP16. Raises RecipeError while `compute` is "auto"."""
+        return self.compute_format == FP16
 
     @property
     def quantizes_gemms(self) -> bool:
         """True where at least one GEMM operand has a format of its own."""
-        return any(spec is not None for spec in (self.input, self.weight, self.grad_output))
+        return any(getattr(self, role) is not None for role in OPERAND_ROLES)
+
+    def __repr__(self) -> str:
+        changed = [f.name for f in dataclasses.fields(self) if f.name == "name" or getattr(self, f.name) != f.default]
+        return f"Recipe({', '.join(f'{field}={getattr(self, field)!r}' for field in changed)})"
+
+    def __str__(self) -> str:
+        rows = [(field, _cell(field, getattr(self, field))) for field in FIELDS if field != "name"]
+        width = max(len(field) for field in FIELDS)
+        return "\n".join([f"recipe {self.name}", *(f"  {field:<{width}}  {cell}" for field, cell in rows)])
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Recipe))
@@ -200,48 +241,42 @@ def check_fields(fields: dict[str, Any]) -> None:
             raise RecipeError(f"unknown recipe field '{field}'{closest(field, FIELDS)}")
 
 
-def _member(kind: type[E], field: str, value: Any) -> E:
-    try:
-        return kind(value)
-    except ValueError:
-        raise RecipeError(f"{field}={value!r}: expected one of {', '.join(kind)}{closest(str(value), kind)}") from None
+def _check_role(role: str, spec: Any) -> None:
+    if spec is None and role not in REQUIRED_ROLES:
+        return
+    if not isinstance(spec, CastSpec):
+        expected = "a CastSpec" if role in REQUIRED_ROLES else "a CastSpec or None"
+        raise RecipeError(f"{role}={spec!r}: expected {expected}, e.g. CastSpec(formats.E4M3FN)")
+    if role in OPERAND_ROLES:
+        return
+    if spec.is_delayed:
+        raise RecipeError(
+            f"{role}={spec!r}: only {', '.join(OPERAND_ROLES)} keep a history of amax values; use CURRENT here"
+        )
+    if spec.format is TF32:
+        raise RecipeError(f"{role}={spec!r}: TF32 is a format of products and stores nothing; use FP32 here")
 
 
-def _compute(value: Any) -> Format | str:
-    names = {"auto": AUTO, "fp32": FP32, "bf16": BF16, "fp16": FP16}
-    if isinstance(value, str) and value.lower() in names:
-        return names[value.lower()]
-    if value not in (FP32, BF16, FP16):
-        raise RecipeError(f"compute={value!r}: expected 'auto', FP32, BF16 or FP16{closest(str(value), names)}")
-    return value
+def _has_bf16(device: torch.device) -> bool:
+    # a CUDA device that is not there (fake tensors, meta builds) is taken for a current one
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _evaluation(value: Any) -> Evaluation | Format:
-    if isinstance(value, str) and value.upper() in formats.ALL:
-        value = formats.ALL[value.upper()]
-    if isinstance(value, Format):
-        if value not in (formats.E4M3FN, formats.E5M2):
-            raise RecipeError(f"evaluation={value!r}: expected 'same', 'compute', E4M3FN or E5M2")
-        return value
-    return _member(Evaluation, "evaluation", value)
+def _describe(scale: Delayed) -> str:
+    algorithm = scale.algorithm if isinstance(scale.algorithm, str) else getattr(scale.algorithm, "__name__", "function")
+    return f"delayed ({algorithm} of {scale.history_length}, margin {scale.margin:g}, every {scale.interval})"
 
 
-def _globs(field: str, value: Any) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(p, str) and p for p in patterns):
-        raise RecipeError(f"{field}={value!r}: expected globs over module names, e.g. '*.mlp.*'")
-    return patterns
-
-
-def _first_last(value: Any) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or not all(isinstance(n, int) and n >= 0 for n in pair):
-        raise RecipeError(f"first_last={value!r}: expected a number of layers, or (first, last)")
-    return pair
-
-
-def _override(value: Any) -> tuple[bool, bool, bool]:
-    triple = tuple(value) if isinstance(value, (tuple, list)) else value
-    if not isinstance(triple, tuple) or len(triple) != 3 or not all(isinstance(flag, bool) for flag in triple):
-        raise RecipeError(f"override_linear_precision={value!r}: expected three booleans (fprop, dgrad, wgrad)")
-    return triple
+def _cell(field: str, value: Any) -> str:
+    if value is None:
+        return UNSET[field]
+    if field == "compute" and value == AUTO:
+        return "auto: BF16 where the device has it, else FP16 with loss scaling"
+    if field == "override_linear_precision":
+        return ", ".join(gemm for gemm, flag in zip(GEMMS, value, strict=True) if flag) or "none"
+    if isinstance(value, tuple):
+        return ", ".join(str(v) for v in value) or "none"
+    return str(value)
