@@ -1,7 +1,7 @@
 """The configuration of a training run: dataclasses, to and from YAML.
 
-`TrainConfig.check` is the one place that says which values fit together. The command line builds the same dataclasses
-with jsonargparse; `config.yaml` in a run folder is written by `save` and is the truth on resume.
+`TrainConfig.check` is the one place that says which values fit together. `config.yaml` in a run folder holds every
+value and is the truth on resume.
 """
 
 from __future__ import annotations
@@ -9,102 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
+import torch
 import yaml
 
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.recipes.library import recipe
+from narrowgauge.recipes.spec import Recipe
+from narrowgauge.train.parse import build
+from narrowgauge.train.sections import DataConfig, DivergenceConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 
-
-@dataclass
-class ModelConfig:
-    """A preset's name, and fields of it to change (None: the preset's value).
-
-    Args:
-        preset: name of a model shape, see `narrowgauge plan --help`.
-        overrides: fields of the model's configuration to change, e.g. {layers: 2}.
-    """
-
-    preset: str = "small"
-    overrides: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class DataConfig:
-    """Where the text comes from and how it is cut into tokens.
-
-    Args:
-        corpus: `python` (the running Python's own text), a glob over text, JSONL or Parquet files, or `hf:NAME`.
-        text_field: the field of a JSONL or Parquet row, or of a data set, that holds the text.
-        vocabulary_size: entries of the byte-level BPE tokenizer.
-        validation_fraction: share of the documents kept for validation.
-        max_bytes: read at most this much text (0: all of it).
-        cache_dir: folder of tokenizers and token files, keyed by content.
-    """
-
-    corpus: str = "python"
-    text_field: str = "text"
-    vocabulary_size: int = 2048
-    validation_fraction: float = 0.05
-    max_bytes: int = 0
-    cache_dir: str = ".cache/narrowgauge"
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW. Weight decay acts on matrices only, never on norms, biases or other vectors.
-
-    Args:
-        lr: peak learning rate.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, on matrices.
-        fused: torch's fused kernel.
-    """
-
-    lr: float = 2e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    fused: bool = True
-
-
-@dataclass
-class ScheduleConfig:
-    """Linear warm-up, then a cosine.
-
-    Args:
-        warmup_steps: steps from 0 to the peak rate.
-        final_fraction: the rate at the last step, as a share of the peak.
-    """
-
-    warmup_steps: int = 20
-    final_fraction: float = 0.1
-
-
-@dataclass
-class DivergenceConfig:
-    """When a loss is taken to have exploded: outside the band for `patience` steps in a row.
-
-    The band ends at median + max(spreads * spread, floor) of the best `window` losses so far, where the spread is the
-    median distance from the median, scaled to a standard deviation.
-
-    Args:
-        enabled: watch the loss.
-        window: losses that make a band.
-        spreads: width of the band.
-        floor: smallest width of the band, nats a token.
-        patience: steps outside the band in a row that stop the run.
-    """
-
-    enabled: bool = True
-    window: int = 32
-    spreads: float = 10.0
-    floor: float = 1.5
-    patience: int = 16
+__all__ = ["DataConfig", "DivergenceConfig", "ModelConfig", "OptimizerConfig", "ScheduleConfig", "TrainConfig"]
 
 
 @dataclass
@@ -132,6 +48,7 @@ class TrainConfig:
         statistics_every: steps between counts of saturated and flushed values; 0: never.
         max_skips: skipped steps in a row that stop the run.
         seed: of weights, data order and sampling.
+        activation_checkpointing: recompute each block in backward instead of saving its activations.
         compile: torch.compile the model.
         device: cpu, cuda, or auto.
         threads: CPU threads; 0 takes torch's choice. A run is bitwise repeatable with the same number of threads.
@@ -162,6 +79,7 @@ class TrainConfig:
     statistics_every: int = 50
     max_skips: int = 20
     seed: int = 0
+    activation_checkpointing: bool = False
     compile: bool = False
     device: str = "auto"
     threads: int = 0
@@ -170,3 +88,94 @@ class TrainConfig:
     tensorboard: bool = False
     sample_prompt: str = "def "
     sample_tokens: int = 64
+
+    def check(self) -> None:
+        """Raise ConfigError or RecipeError for the first value that is out of range or does not fit the others."""
+        for key in _AT_LEAST_ONE:
+            _require(_value(self, key) >= 1, key, _value(self, key), "at least 1")
+        for key in _NOT_NEGATIVE:
+            _require(_is_finite(_value(self, key)) and _value(self, key) >= 0, key, _value(self, key), "0 or more")
+        for key in ("optimizer.lr", "optimizer.eps", "divergence.spreads", "divergence.floor"):
+            _require(_is_finite(_value(self, key)) and _value(self, key) > 0, key, _value(self, key), "more than 0")
+        for key in ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction"):
+            _require(0 <= _value(self, key) < 1, key, _value(self, key), "at least 0 and less than 1")
+        _require(
+            0 <= self.schedule.final_fraction <= 1, "schedule.final_fraction", self.schedule.final_fraction, "0 to 1"
+        )
+        _require(
+            self.name is None or _is_folder_name(self.name), "name", self.name, "one folder's name, without slashes"
+        )
+        self.torch_device()
+        self.build_recipe()
+        context = self.model.build(self.data.vocabulary_size).context
+        if self.sequence_length > context:
+            raise ConfigError(
+                f"sequence_length={self.sequence_length}: expected at most the model's context, {context}: "
+                "shorten the sequence, or raise model.context"
+            )
+
+    def build_recipe(self) -> Recipe:
+        """The recipe with its changed fields. Raises RecipeError."""
+        return recipe(self.recipe, **self.recipe_fields)
+
+    def torch_device(self) -> torch.device:
+        """The device to train on. Raises ConfigError where this machine lacks it."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r}: expected auto, cpu or cuda{closest(self.device, _DEVICES)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "device='cuda': expected a CUDA device, found none: use device=cpu, or see `narrowgauge doctor`"
+            )
+        return torch.device(self.device)
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML, every key written out."""
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """Keys left out take their defaults. Raises ConfigError for unknown keys and wrong types."""
+        return build(cls, values, "")
+
+    @classmethod
+    def from_yaml(cls, text: str) -> TrainConfig:
+        """Read what `to_yaml` wrote, or any part of it. Raises ConfigError."""
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"configuration: expected YAML, found {error}: mend that line") from None
+        if values is not None and not isinstance(values, dict):
+            raise ConfigError(f"configuration: expected `key: value` lines, found {type(values).__name__}")
+        return cls.from_dict(values or {})
+
+
+_DEVICES = ("auto", "cpu", "cuda")
+_AT_LEAST_ONE = (
+    "batch_size", "accumulation", "steps", "eval_batches", "keep_last", "log_every", "max_skips",
+    "divergence.window", "divergence.patience",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "seed", "threads", "sample_tokens",
+    "optimizer.weight_decay", "schedule.warmup_steps", "data.max_bytes",
+)  # fmt: skip
+
+
+def _value(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _require(holds: bool, key: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}={value!r}: expected {expected}: change {key}")
+
+
+def _is_finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _is_folder_name(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and not any(character in name for character in "/\\\0")

@@ -1,0 +1,142 @@
+"""The parts of a training configuration: model, data, optimizer, schedule, divergence."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from narrowgauge.models.config import GPTConfig
+from narrowgauge.models.presets import DEFAULT_PRESET, preset
+
+
+@dataclass
+class ModelConfig:
+    """A preset's name, and what to change of it; None keeps the preset's value. See `narrowgauge.models.GPTConfig`.
+
+    Args:
+        preset: name of a model shape.
+        layers: blocks.
+        width: features of the residual stream.
+        heads: query heads.
+        context: longest sequence, in tokens.
+        kv_heads: heads of keys and values.
+        ffn_width: hidden features of a feed-forward network.
+        activation: swiglu or gelu.
+        norm: rmsnorm or layernorm.
+        norm_eps: added to the variance in norms.
+        positions: rope or learned.
+        rope_theta: base of the rotary frequencies.
+        tied_embeddings: whether embedding and head share their weight.
+        attention_bias: whether the attention's layers have biases.
+        mlp_bias: whether the feed-forward layers have biases.
+        norm_bias: whether LayerNorms have biases.
+        experts: feed-forward networks a block; 0: dense.
+        experts_per_token: experts that each token visits.
+        load_balancing: coefficient of the load-balancing loss.
+        init_std: standard deviation of initial weights.
+        scaled_residual_init: smaller initial weights where the residual stream is written.
+    """
+
+    preset: str = DEFAULT_PRESET
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    context: int | None = None
+    kv_heads: int | None = None
+    ffn_width: int | None = None
+    activation: str | None = None
+    norm: str | None = None
+    norm_eps: float | None = None
+    positions: str | None = None
+    rope_theta: float | None = None
+    tied_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    norm_bias: bool | None = None
+    experts: int | None = None
+    experts_per_token: int | None = None
+    load_balancing: float | None = None
+    init_std: float | None = None
+    scaled_residual_init: bool | None = None
+
+    def build(self, vocab_size: int) -> GPTConfig:
+        """The model's configuration. Raises ConfigError for an unknown preset and for values that do not fit."""
+        changes = {k: v for k, v in dataclasses.asdict(self).items() if k != "preset" and v is not None}
+        return preset(self.preset).replace(vocab_size=vocab_size, **changes)
+
+
+@dataclass
+class DataConfig:
+    """Where the text comes from and how it is cut into tokens.
+
+    Args:
+        corpus: `python` (the running Python's own text), a glob over text, JSONL or Parquet files, or `hf:NAME`.
+        text_field: the field of a JSONL or Parquet row, or of a data set, that holds the text.
+        vocabulary_size: entries of the byte-level BPE tokenizer.
+        validation_fraction: share of the documents kept for validation.
+        max_bytes: read at most this much text (0: all of it).
+        cache_dir: folder of tokenizers and token files, keyed by content.
+    """
+
+    corpus: str = "python"
+    text_field: str = "text"
+    vocabulary_size: int = 2048
+    validation_fraction: float = 0.05
+    max_bytes: int = 0
+    cache_dir: str = ".cache/narrowgauge"
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW. Weight decay acts on matrices only, never on norms, biases or other vectors.
+
+    Args:
+        lr: peak learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, on matrices.
+        fused: torch's fused kernel.
+    """
+
+    lr: float = 2e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    fused: bool = True
+
+
+@dataclass
+class ScheduleConfig:
+    """Linear warm-up, then a cosine.
+
+    Args:
+        warmup_steps: steps from 0 to the peak rate.
+        final_fraction: the rate at the last step, as a share of the peak.
+    """
+
+    warmup_steps: int = 20
+    final_fraction: float = 0.1
+
+
+@dataclass
+class DivergenceConfig:
+    """When a loss is taken to have exploded: outside the band for `patience` steps in a row.
+
+    The band ends at median + max(spreads * spread, floor) of the best `window` losses so far, where the spread is the
+    median distance from the median, scaled to a standard deviation.
+
+    Args:
+        enabled: watch the loss.
+        window: losses that make a band.
+        spreads: width of the band.
+        floor: smallest width of the band, nats a token.
+        patience: steps outside the band in a row that stop the run.
+    """
+
+    enabled: bool = True
+    window: int = 32
+    spreads: float = 10.0
+    floor: float = 1.5
+    patience: int = 16
