@@ -1,0 +1,175 @@
+"""The three GEMMs of a linear layer as data, and the functions that run one on each backend.
+
+With input [M, K], weight [N, K] and grad_output [M, N]:
+
+    output      [M, N] = input @ weight.T
+    grad_input  [M, K] = grad_output @ weight
+    grad_weight [N, K] = grad_output.T @ input
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from narrowgauge.numerics.formats import Format
+from narrowgauge.ops.backends import SCALED_MM, Backend
+
+ALIGNMENT = 16  # scaled_mm on CUDA: every dimension of FP8 operands is a multiple of 16 (cuBLASLt)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of the three products: which role stands on which side, and whether it is transposed there."""
+
+    name: str
+    left: str
+    right: str
+    left_transposed: bool = False
+    right_transposed: bool = False
+
+
+OUTPUT = Gemm("output", "input", "weight", right_transposed=True)
+GRAD_INPUT = Gemm("grad_input", "grad_output", "weight")
+GRAD_WEIGHT = Gemm("grad_weight", "grad_output", "input", left_transposed=True)
+GEMMS = (OUTPUT, GRAD_INPUT, GRAD_WEIGHT)  # the order of override_linear_precision
+
+
+class Factor(NamedTuple):
+    """One side of a product: 2-dimensional values as the backend takes them, standing for `values * dequant_scale`.
+
+    values: codes for scaled_mm, else the code values in the backend's carrier dtype. dequant_scale: 0-dimensional
+    float32, or None for 1.
+    """
+
+    values: Tensor
+    dequant_scale: Tensor | None
+    format: Format
+
+
+def multiply(
+    gemm: Gemm, left: Factor, right: Factor, backend: Backend, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Run `gemm` on `backend`: (left @ right) * scales + bias in `out_dtype`.
+
+    bias: [columns], rounded to `out_dtype` before it is added in float32. The result overflows as IEEE 754 does.
+    """
+    a = left.values.t() if gemm.left_transposed else left.values
+    b = right.values.t() if gemm.right_transposed else right.values
+    if backend.name == SCALED_MM:
+        return cuda_gemm(a, b, left.dequant_scale, right.dequant_scale, out_dtype, bias)
+    result = out_dtype if backend.result is None else backend.result
+    return emulated_gemm(a, b, left.dequant_scale, right.dequant_scale, result, bias).to(out_dtype)
+
+
+def emulated_gemm(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """(a @ b) * scale_a * scale_b + bias for operands held in a carrier dtype: a [M, K], b [K, N], any strides.
+
+    The product accumulates in float32. From float32 carriers it is scaled in float32 and rounded to `out_dtype` once;
+    from bf16 carriers on a CPU it is scaled in float32 and rounded to bf16 first.
+    """
+    if a.device.type == "cpu":
+        return torch.ops.narrowgauge.carried_mm(a, b, scale_a, scale_b, bias, out_dtype)
+    scale = _product_scale(scale_a, scale_b)
+    if scale is None and bias is None:
+        return torch.mm(a, b).to(out_dtype)
+    wide = torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.mm(a.float(), b.float())
+    if scale is not None:
+        wide = wide * scale
+    if bias is not None:
+        wide = wide + bias.to(out_dtype).float()
+    return wide.to(out_dtype)
+
+
+def cuda_gemm(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """(a @ b) * scale_a * scale_b + bias for FP8 codes on CUDA: a [M, K], b [K, N], any strides and sizes.
+
+    The hardware wants a row-major, b column-major, and multiples of 16: other layouts are copied, other sizes padded
+    with zero codes, which add exactly 0, and the result is trimmed.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    if 0 in (m, k, n):
+        empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
+        return empty if bias is None else empty + bias.to(out_dtype)
+    fused = bias is not None and out_dtype in (torch.bfloat16, torch.float16)  # cuBLASLt adds no bias to float32
+    y = _scaled_mm(
+        _row_major(a),
+        _row_major(b.t()).t(),
+        _scale_or_one(scale_a, a.device),
+        _scale_or_one(scale_b, a.device),
+        F.pad(bias.to(out_dtype), (0, -n % ALIGNMENT)) if fused and bias is not None else None,
+        out_dtype,
+    )
+    y = y[:m, :n]
+    if bias is not None and not fused:
+        y = y + bias.to(out_dtype)
+    return y.contiguous()
+
+
+def _scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The one call into the FP8 hardware. Without fast accumulation, which keeps fewer bits of the sum than float32."""
+    per_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(
+        a, b, scale_a, per_tensor, scale_b, per_tensor, bias=bias, output_dtype=out_dtype, use_fast_accum=False
+    )
+
+
+def _row_major(codes: Tensor) -> Tensor:
+    """`codes` with contiguous rows, both dimensions padded with zero codes to multiples of 16."""
+    rows, columns = codes.shape
+    pad = (0, -columns % ALIGNMENT, 0, -rows % ALIGNMENT)
+    if not any(pad):
+        return codes.contiguous()
+    # padded as bytes: float8 tensors have no constant_pad, and byte 0 is code 0 is 0.0
+    return F.pad(codes.view(torch.uint8), pad).contiguous().view(codes.dtype)
+
+
+def _scale_or_one(scale: Tensor | None, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
+
+
+def _product_scale(scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor | None:
+    if scale_a is None or scale_b is None:
+        return scale_b if scale_a is None else scale_a
+    return scale_a * scale_b
+
+
+def _carried_mm_cpu(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    scale = _product_scale(scale_a, scale_b)
+    # alpha is applied to the float32 sum, before it is rounded to the carrier: one rounding, and no pass of its own
+    alpha = 1.0 if scale is None else scale.item()
+    fused = bias is not None and (a.dtype is torch.float32 or a.dtype is dtype)
+    addend = a.new_empty(()).expand(a.shape[0], b.shape[1])
+    if fused and bias is not None:
+        addend = bias.to(dtype).to(a.dtype)
+    with torch.autocast("cpu", enabled=False):  # the carrier is chosen; a region around the call must not recast it
+        y = torch.addmm(addend, a, b, beta=1 if fused else 0, alpha=alpha).to(dtype)
+        return y if fused or bias is None else y + bias.to(dtype)
+
+
+def _carried_mm_shape(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+# one opaque operator: torch.compile sees neither the host read of the scale, which is free on a CPU, nor a bf16
+# rounding that Inductor would drop
+_library = torch.library.Library("narrowgauge", "FRAGMENT")
+_library.define(
+    "carried_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType dtype) -> Tensor"
+)
+_library.impl("carried_mm", _carried_mm_cpu, "CPU")
+_library.impl("carried_mm", _carried_mm_shape, "Meta")
