@@ -39,10 +39,8 @@ class Backend:
     result: torch.dtype | None = None
 
 
-def fast_bf16_feature() -> str | None:
-    """The CPU feature that multiplies bf16 in hardware, by torch's probe, or None."""
-    capabilities = torch.cpu.get_capabilities()
-    return next((name for name in FAST_BF16_FEATURES if capabilities.get(name)), None)
+# The CPU feature that multiplies bf16 in hardware, or None. Read once: torch.compile cannot trace the probe.
+FAST_BF16: str | None = next((f for f in FAST_BF16_FEATURES if torch.cpu.get_capabilities().get(f)), None)
 
 
 def backend_of(left: Format, right: Format, device: torch.device, emulation: Emulation = Emulation.FAST) -> Backend:
@@ -53,7 +51,7 @@ def backend_of(left: Format, right: Format, device: torch.device, emulation: Emu
         return _on_cuda(left, right, device, emulation, result)
     if left is FP32 and right is FP32:
         return Backend(NATIVE, True, "float32 product", torch.float32, result)
-    feature = fast_bf16_feature() if device.type == "cpu" else None
+    feature = FAST_BF16 if device.type == "cpu" else None
     where = "this CPU" if device.type == "cpu" else f"device type '{device.type}'"
     if left is BF16 and right is BF16 and feature:
         return Backend(NATIVE, True, f"bf16 product ({feature})", torch.bfloat16, result)
