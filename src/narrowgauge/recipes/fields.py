@@ -71,7 +71,9 @@ def evaluation(value: Any) -> Evaluation | Format:
 
 def globs(field: str, value: Any) -> tuple[str, ...]:
     """One glob over module names, or several."""
-    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    patterns: tuple[Any, ...] = (value,)
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        patterns = tuple(value)
     if not all(isinstance(p, str) and p for p in patterns):
         raise RecipeError(f"{field}={value!r}: expected globs over module names, e.g. ('*.mlp.*', '*.qkv')")
     return patterns

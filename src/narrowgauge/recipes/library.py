@@ -51,7 +51,7 @@ def bf16() -> Recipe:
 
 
 def fp16() -> Recipe:
-    """Mixed precision in float16 with loss scaling and float32 parameters (Micikevicius et al. 2018, arXiv:1710.03740)."""
+    """Mixed precision in float16: loss scaling, float32 parameters (Micikevicius et al. 2018, arXiv:1710.03740)."""
     return Recipe(name="fp16", compute=FP16)
 
 
@@ -138,7 +138,7 @@ def _check_names(fields: dict[str, Any], own: Collection[str]) -> None:
         raise RecipeError(f"unknown recipe field '{field}'{closest(field, [*own, *FIELDS])}")
 
 
-def _operands(fp8_format: str | Format, scale: Scale) -> dict[str, CastSpec]:
+def _operands(fp8_format: str | Format, scale: Scale) -> dict[str, Any]:
     key = "E4M3" if fp8_format == E4M3FN else fp8_format.upper() if isinstance(fp8_format, str) else None
     if key not in FP8_FORMATS:
         hint = closest(key, FP8_FORMATS) if key else ""

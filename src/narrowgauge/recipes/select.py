@@ -34,8 +34,8 @@ def select(candidates: Sequence[Candidate], recipe: Recipe) -> list[Selection]:
 
     1. a recipe without a quantized GEMM operand quantizes nothing;
     2. the layer matches no `include` glob;
-    3. it matches an `exclude` glob;
-    4. it is the head (last part of the name `lm_head`) and nobody asked for it, see `head_is_asked_for`;
+    3. it is the head (`lm_head` is a part of its name) and nobody asked for it, see `head_is_asked_for`;
+    4. it matches an `exclude` glob;
     5. it has fewer than `min_size` input or output features;
     6. it is among the first or last (`first_last`) of those that remain, counted in the given order;
     7. else it is quantized.
@@ -77,7 +77,7 @@ def _kept_by_itself(layer: Candidate, recipe: Recipe) -> str | None:
         return f"recipe '{recipe.name}' quantizes no GEMM operand"
     if _first_match(layer.name, recipe.include) is None:
         return f"matches no include glob ({', '.join(recipe.include)})"
-    is_head = layer.name.rpartition(".")[2] == HEAD
+    is_head = HEAD in layer.name.split(".")
     glob = _first_match(layer.name, recipe.exclude)
     if is_head and not head_is_asked_for(recipe):
         return f"head: kept unless asked for by include=('*', '*{HEAD}') or exclude=()"

@@ -111,14 +111,15 @@ class Recipe:
     """A table from tensor roles to casts. Frozen and hashable: `replace` makes a changed copy.
 
     GEMM operands (`input`, `weight`, `grad_output`): None means the compute dtype. `activation`: what is saved for
-    backward; None means the input operand as it was multiplied. `param`, `master`, `grad`, `exp_avg`, `exp_avg_sq`: what
-    is stored (`master` None: the parameter itself is updated). The `_comm` roles: what travels; None means as stored.
+    backward; None means the input operand as it was multiplied. `param`, `master`, `grad`, `exp_avg`, `exp_avg_sq`:
+    what is stored (`master` None: the parameter itself is updated). The `_comm` roles: what travels; None means as
+    stored.
 
     compute: dtype of all that is no quantized GEMM: FP32, BF16, FP16, or "auto" (see `resolve`).
     override_linear_precision: (output, grad_input, grad_weight); True runs that GEMM in the compute dtype.
     emulation: "fast" or "exact", where the device lacks the format (see `Emulation`).
     include, exclude: globs over module names; a layer is quantized if it matches `include` and not `exclude`. The
-        head, `lm_head`, joins only if asked: by an `include` that spells it, e.g. ("*", "*lm_head"), or by `exclude=()`.
+        head, `lm_head`, joins only if asked: by an `include` that spells it, e.g. ("*", "*lm_head"), or `exclude=()`.
     first_last: how many of the layers so selected stay in the compute dtype at the (start, end).
     min_size: layers with fewer input or output features stay in the compute dtype.
     embeddings: whether embedding tables take part in `param`, `grad` and the optimizer-state roles.
@@ -266,8 +267,9 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def _describe(scale: Delayed) -> str:
-    algorithm = scale.algorithm if isinstance(scale.algorithm, str) else getattr(scale.algorithm, "__name__", "function")
-    return f"delayed ({algorithm} of {scale.history_length}, margin {scale.margin:g}, every {scale.interval})"
+    rule = scale.algorithm
+    rule = rule if isinstance(rule, str) else getattr(rule, "__name__", "function")
+    return f"delayed ({rule} of {scale.history_length}, margin {scale.margin:g}, every {scale.interval})"
 
 
 def _cell(field: str, value: Any) -> str:

@@ -1,0 +1,118 @@
+"""The precision chart: what each recipe computes, sends and stores, in how many bits.
+
+Columns and the first rows are those of the MS-AMP documentation's chart, which Hugging Face Accelerate's guide to low
+precision training prints; the last column is ours. Every cell follows from a recipe's roles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from narrowgauge.numerics import formats
+from narrowgauge.numerics.formats import FP32, TF32, Format
+from narrowgauge.recipes.library import recipe, recipe_names
+from narrowgauge.recipes.spec import AUTO, GEMMS, OPERANDS, CastSpec, Recipe
+
+# the guide's row -> the recipe that it describes
+GUIDE_ROWS = {"FP16 AMP": "fp16", "Nvidia TE": "fp8_delayed"}
+
+HEADERS = (
+    "Optimization Level", "Computation(GEMM)", "Comm", "Weight", "Master Weight", "Weight Gradient",
+    "Optimizer States", "Activations",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChartRow:
+    """One recipe in the chart: formats by their width, e.g. FP8 for both E4M3FN and E5M2.
+
+    gemm: operands of the linear layers' three products. communication: the reduction of gradients. weight,
+    master_weight, weight_gradient: what is stored. optimizer_states: first + second moment. activations: what a
+    quantized linear layer saves for backward.
+    """
+
+    name: str
+    gemm: str
+    communication: str
+    weight: str
+    master_weight: str
+    weight_gradient: str
+    optimizer_states: str
+    activations: str
+
+
+def chart_rows(recipes: Iterable[str | Recipe] | None = None) -> list[ChartRow]:
+    """One row for each recipe; where none is named: the guide's rows, then all named recipes.
+
+    Raises RecipeError for an unknown name.
+    """
+    if recipes is not None:
+        return [_row(recipe(r)) for r in recipes]
+    guide = [_row(recipe(name), title) for title, name in GUIDE_ROWS.items()]
+    return guide + [_row(recipe(name)) for name in recipe_names()]
+
+
+def chart_markdown(rows: Sequence[ChartRow]) -> str:
+    """The chart as a Markdown table, its columns padded to equal width."""
+    table = [HEADERS, *(dataclasses.astuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(HEADERS))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in table]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)
+
+
+def chart_json(rows: Sequence[ChartRow]) -> str:
+    """The chart as a JSON list of objects, keyed by the fields of `ChartRow`."""
+    return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
+
+
+def _row(of: Recipe, title: str | None = None) -> ChartRow:
+    return ChartRow(
+        name=title or of.name,
+        gemm=_gemm(of),
+        communication=_stored(of.grad_comm or of.grad),
+        weight=_stored(of.param),
+        master_weight=_stored(of.master) if of.master else "N/A",
+        weight_gradient=_stored(of.grad),
+        optimizer_states=f"{_stored(of.exp_avg)}+{_stored(of.exp_avg_sq)}",
+        activations=_activations(of),
+    )
+
+
+def _gemm(of: Recipe) -> str:
+    """One label where the three products agree, else one each: "FP8 (output, grad_input), BF16 (grad_weight)"."""
+    products: dict[str, list[str]] = {}
+    for gemm, in_compute in zip(GEMMS, of.override_linear_precision, strict=True):
+        specs = [None if in_compute else getattr(of, role) for role in OPERANDS[gemm]]
+        operands = dict.fromkeys(_label(spec.format) if spec else _compute(of) for spec in specs)
+        products.setdefault(" x ".join(operands), []).append(gemm)
+    if len(products) == 1:
+        return next(iter(products))
+    return ", ".join(f"{label} ({', '.join(gemms)})" for label, gemms in products.items())
+
+
+def _activations(of: Recipe) -> str:
+    saved = of.activation
+    if saved is None and not of.override_linear_precision[GEMMS.index("grad_weight")]:
+        saved = of.input
+    # TF32 is how float32 is multiplied, not how it is kept
+    return _stored(saved) if saved else _compute(of).replace("TF32", "FP32")
+
+
+def _compute(of: Recipe) -> str:
+    if not isinstance(of.compute, Format):
+        return "BF16 or FP16" if of.compute == AUTO else str(of.compute)
+    return _label(TF32 if of.tf32 and of.compute == FP32 else of.compute)
+
+
+def _stored(spec: CastSpec) -> str:
+    fmt = spec.format
+    return _label(formats.of_dtype(fmt.dtype) if fmt == TF32 else fmt)
+
+
+def _label(fmt: Format) -> str:
+    """FP8 for E4M3FN and E5M2, FP4 for E2M1FN, ...: the chart speaks of widths; other formats by their own name."""
+    return f"FP{fmt.bits}" if fmt.is_narrow and not fmt.is_integer else fmt.name

@@ -1,0 +1,121 @@
+"""Recipes as JSON-able dictionaries, for checkpoints and run folders, and back.
+
+Every field is written, so that a stored recipe means the same when a default changes. Fields that are missing when
+read take their default: an older file may lack them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from narrowgauge.errors import RecipeError, closest
+from narrowgauge.numerics import formats
+from narrowgauge.numerics.formats import Format
+from narrowgauge.numerics.rounding import Rounding
+from narrowgauge.numerics.scaling import Delayed, Scale, ScaleRule
+from narrowgauge.recipes.spec import FIELDS, ROLES, CastSpec, Granularity, Recipe, check_fields
+
+V = TypeVar("V")
+
+_SPEC_KEYS = tuple(f.name for f in fields(CastSpec))
+_DELAYED_KEYS = tuple(f.name for f in fields(Delayed))
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as dictionaries, lists, strings, numbers and None.
+
+    Raises RecipeError for a delayed scale whose algorithm is a function: JSON cannot hold it.
+    """
+    return {field: _plain(field, getattr(recipe, field)) for field in FIELDS}
+
+
+def from_dict(data: Mapping[str, Any]) -> Recipe:
+    """The recipe that `to_dict` wrote. Raises RecipeError for unknown keys, naming the closest, and for bad values."""
+    _check_mapping("a recipe", data)
+    check_fields(dict(data))
+    values: dict[str, Any] = {f: _spec(f, value) if f in ROLES else value for f, value in data.items()}
+    return Recipe(**values)
+
+
+def spec_to_dict(spec: CastSpec) -> dict[str, Any]:
+    """One cast specification, as `to_dict` writes those of a recipe. Raises RecipeError as it does."""
+    return _plain("spec", spec)
+
+
+def spec_from_dict(data: Mapping[str, Any]) -> CastSpec:
+    """The specification that `spec_to_dict` wrote. Raises RecipeError for unknown keys and for bad values."""
+    _check_mapping("spec", data)
+    spec = _spec("spec", data)
+    assert spec is not None  # only None gives None
+    return spec
+
+
+def _plain(field: str, value: Any) -> Any:
+    if isinstance(value, CastSpec):
+        return {
+            "format": value.format.name,
+            "granularity": value.granularity.name,
+            "scale": _plain_scale(field, value.scale),
+            "rounding": value.rounding.name,
+        }
+    if isinstance(value, Format):
+        return value.name
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Enum) else value  # the enums here are strings
+
+
+def _plain_scale(role: str, scale: Scale | None) -> Any:
+    if not isinstance(scale, Delayed):
+        return scale.name if scale else None
+    if not isinstance(scale.algorithm, str):
+        raise RecipeError(
+            f"{role}: a recipe whose amax algorithm is a function cannot be written; use 'max' or 'most_recent', "
+            "or build the recipe in code each time"
+        )
+    return {key: getattr(scale, key) for key in _DELAYED_KEYS}
+
+
+def _spec(role: str, data: Any) -> CastSpec | None:
+    if data is None:
+        return None
+    _check_mapping(role, data)
+    _check_keys(role, data, _SPEC_KEYS)
+    if "format" not in data:
+        raise RecipeError(f"{role}: expected a 'format', found only {', '.join(data) or 'nothing'}")
+    readers: dict[str, Callable[[Any], Any]] = {
+        "format": lambda value: _look_up(f"{role} format", value, formats.ALL),
+        "granularity": lambda value: _look_up(f"{role} granularity", value, Granularity.__members__),
+        "scale": lambda value: _scale(role, value),
+        "rounding": lambda value: _look_up(f"{role} rounding", value, Rounding.__members__),
+    }
+    return CastSpec(**{key: readers[key](value) for key, value in data.items()})
+
+
+def _scale(role: str, data: Any) -> Scale | None:
+    if data is None:
+        return None
+    if isinstance(data, Mapping):
+        _check_keys(f"{role} scale", data, _DELAYED_KEYS)
+        return Delayed(**data)
+    return _look_up(f"{role} scale", data, ScaleRule.__members__)
+
+
+def _look_up(what: str, name: Any, members: Mapping[str, V]) -> V:
+    if not isinstance(name, str) or name not in members:
+        raise RecipeError(f"{what}: unknown {name!r}{closest(str(name), members)}")
+    return members[name]
+
+
+def _check_mapping(what: str, data: Any) -> None:
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"{what}: expected a mapping as `to_dict` writes it, found {type(data).__name__}")
+
+
+def _check_keys(what: str, data: Mapping[str, Any], valid: Collection[str]) -> None:
+    for key in data:
+        if key not in valid:
+            raise RecipeError(f"{what}: unknown key '{key}'{closest(str(key), valid)}")

@@ -1,0 +1,105 @@
+"""The precision chart: the guide's rows, and cells that follow from the recipes."""
+
+import dataclasses
+import json
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.numerics.formats import E2M1FN, E4M3FN, FP16, INT8, UINT8
+from narrowgauge.recipes.chart import HEADERS, ChartRow, chart_json, chart_markdown, chart_rows
+
+# huggingface/accelerate, docs/source/concept_guides/low_precision_training.md, "A Quick Chart"
+GUIDE = """\
+Optimization Level | Computation(GEMM) | Comm | Weight | Master Weight | Weight Gradient | Optimizer States
+FP16 AMP | FP16 | FP32 | FP32 | N/A | FP32 | FP32+FP32
+Nvidia TE | FP8 | FP32 | FP32 | N/A | FP32 | FP32+FP32"""
+E4M3 = ng.CastSpec(E4M3FN)
+FP16_SCALED = ng.CastSpec(FP16, scale=ng.TENSOR_POW2)
+
+
+def cells(recipe):
+    return dataclasses.astuple(chart_rows([recipe])[0])
+
+
+def test_the_guides_chart_comes_first():
+    guide = [tuple(line.split(" | ")) for line in GUIDE.splitlines()]
+    rows = [dataclasses.astuple(row) for row in chart_rows()]
+    assert HEADERS[:-1] == guide[0]
+    assert [row[:-1] for row in rows[:2]] == guide[1:]
+    assert [row[-1] for row in rows[:2]] == ["FP16", "FP8"]
+    assert [row[0] for row in rows[2:]] == ng.recipe_names()
+
+
+@pytest.mark.parametrize(
+    ("name", "gemm", "weight", "activations"),
+    [
+        ("fp32", "FP32", "FP32", "FP32"),
+        ("tf32", "TF32", "FP32", "FP32"),
+        ("bf16", "BF16", "FP32", "BF16"),
+        ("fp16", "FP16", "FP32", "FP16"),
+        ("fp16_pure", "FP16", "FP16", "FP16"),
+        ("fp8_current", "FP8", "FP32", "FP8"),
+        ("fp8_delayed", "FP8", "FP32", "FP8"),
+    ],
+)
+def test_named_recipes(name, gemm, weight, activations):
+    assert cells(name) == (name, gemm, "FP32", weight, "N/A", "FP32", "FP32+FP32", activations)
+
+
+@pytest.mark.parametrize(
+    ("fields", "column", "cell"),
+    [
+        ({"grad": E4M3}, "weight_gradient", "FP8"),
+        ({"grad": E4M3}, "communication", "FP8"),  # sent as stored
+        ({"grad_comm": E4M3}, "communication", "FP8"),
+        ({"grad_comm": E4M3}, "weight_gradient", "FP32"),
+        ({"param": E4M3}, "weight", "FP8"),
+        ({"master": FP16_SCALED}, "master_weight", "FP16"),
+        ({"exp_avg": E4M3, "exp_avg_sq": FP16_SCALED}, "optimizer_states", "FP8+FP16"),
+        ({"exp_avg": ng.CastSpec(INT8), "exp_avg_sq": ng.CastSpec(UINT8)}, "optimizer_states", "INT8+UINT8"),
+        ({"input": ng.CastSpec(E2M1FN), "weight": ng.CastSpec(E2M1FN)}, "activations", "FP4"),
+        ({"activation": ng.CastSpec(E2M1FN)}, "activations", "FP4"),
+        ({"override_linear_precision": (True, True, True), "compute": "bf16"}, "gemm", "BF16"),
+        ({"override_linear_precision": (True, True, True), "compute": "fp32", "tf32": True}, "gemm", "TF32"),
+        ({"override_linear_precision": (True, True, True)}, "gemm", "BF16 or FP16"),
+        (
+            {"override_linear_precision": (False, False, True), "compute": "bf16"},
+            "gemm",
+            "FP8 (output, grad_input), BF16 (grad_weight)",
+        ),
+        ({"override_linear_precision": (False, False, True), "compute": "bf16"}, "activations", "BF16"),
+        ({"weight": None, "compute": "bf16"}, "gemm", "FP8 x BF16 (output, grad_input), FP8 (grad_weight)"),
+    ],
+)
+def test_each_cell_follows_its_role(fields, column, cell):
+    assert getattr(chart_rows([ng.recipe("fp8_current", **fields)])[0], column) == cell
+
+
+def test_the_ms_amp_levels_would_read_as_in_the_guide():
+    level = ng.recipe("fp8_current", param=FP16_SCALED, grad=E4M3)
+    assert cells(level)[1:-1] == ("FP8", "FP8", "FP16", "N/A", "FP8", "FP32+FP32")
+    level = level.replace(exp_avg=E4M3, exp_avg_sq=FP16_SCALED)
+    assert cells(level)[1:-1] == ("FP8", "FP8", "FP16", "N/A", "FP8", "FP8+FP16")
+    level = level.replace(param=E4M3, master=FP16_SCALED)
+    assert cells(level)[1:-1] == ("FP8", "FP8", "FP8", "FP16", "FP8", "FP8+FP16")
+
+
+def test_markdown_is_an_aligned_table_of_the_rows():
+    rows = chart_rows(["bf16", ng.DelayedScaling()])
+    lines = chart_markdown(rows).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    parsed = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+    assert parsed[0] == HEADERS
+    assert set("".join(parsed[1])) == {"-"}
+    assert parsed[2:] == [dataclasses.astuple(row) for row in rows]
+
+
+def test_json_holds_the_same_rows():
+    rows = chart_rows()
+    assert [ChartRow(**row) for row in json.loads(chart_json(rows))] == rows
+
+
+def test_unknown_recipes_are_errors():
+    with pytest.raises(ng.RecipeError, match="did you mean 'bf16'"):
+        chart_rows(["bf61"])

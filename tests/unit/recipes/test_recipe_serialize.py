@@ -1,0 +1,87 @@
+"""Recipes as JSON and back."""
+
+import json
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.numerics.formats import ALL, E8M0FNU, FP16, TF32
+from narrowgauge.numerics.scaling import ScaleRule
+from narrowgauge.recipes.serialize import from_dict, to_dict
+from narrowgauge.recipes.spec import FIELDS
+
+
+def through_json(recipe):
+    return from_dict(json.loads(json.dumps(to_dict(recipe))))
+
+
+@pytest.mark.parametrize("name", ng.recipe_names())
+def test_round_trip_of_named_recipes(name):
+    assert through_json(ng.recipe(name)) == ng.recipe(name)
+    assert list(to_dict(ng.recipe(name))) == list(FIELDS)
+
+
+def test_round_trip_of_every_changed_field():
+    changed = ng.DelayedScaling(0.5, 3, "E4M3", 7, "most_recent", (True, False, True)).replace(
+        name="mine",
+        param=ng.CastSpec(FP16, scale=ng.TENSOR_POW2),
+        master=ng.CastSpec(ALL["INT8"]),
+        grad_comm=ng.CastSpec(ALL["E5M2"], scale=ng.NONE),
+        compute="fp16",
+        emulation="exact",
+        include=("a.*", "*lm_head"),
+        exclude=(),
+        first_last=(1, 2),
+        min_size=64,
+        embeddings=False,
+        evaluation="E4M3",
+        tf32=True,
+    )
+    assert through_json(changed) == changed
+    assert through_json(changed.replace(evaluation="compute")).evaluation == "compute"
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in ALL.values() if fmt not in (E8M0FNU, TF32)])
+def test_round_trip_of_formats(fmt):
+    recipe = ng.Recipe(input=ng.CastSpec(fmt))
+    assert through_json(recipe).input.format is fmt
+
+
+@pytest.mark.parametrize("rule", ScaleRule)
+def test_round_trip_of_scales(rule):
+    recipe = ng.Recipe(input=ng.CastSpec(ALL["E4M3FN"], scale=rule))
+    assert through_json(recipe).input.scale is rule
+
+
+def test_missing_fields_take_their_defaults():
+    assert from_dict({"name": "bf16", "compute": "BF16"}) == ng.recipe("bf16")
+    assert from_dict({"input": {"format": "E4M3FN"}}).input == ng.CastSpec(ALL["E4M3FN"])
+
+
+def test_an_algorithm_that_is_a_function_cannot_be_written():
+    with pytest.raises(ng.RecipeError, match="input: .*function cannot be written; use 'max' or 'most_recent'"):
+        to_dict(ng.DelayedScaling(amax_compute_algo=lambda history: history.amax()))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ([1], "a recipe: expected a mapping .* found list"),
+        ({"inputs": None}, "unknown recipe field 'inputs'; did you mean 'input'"),
+        ({"input": "E4M3FN"}, "input: expected a mapping"),
+        ({"input": {"fromat": "E4M3FN"}}, "input: unknown key 'fromat'; did you mean 'format'"),
+        ({"input": {"scale": "CURRENT"}}, "input: expected a 'format', found only scale"),
+        ({"input": {"format": "E4M3"}}, "input format: unknown 'E4M3'; did you mean 'E4M3FN'"),
+        ({"input": {"format": 8}}, "input format: unknown 8"),
+        ({"input": {"format": "E4M3FN", "granularity": "PER_TENSR"}}, "did you mean 'PER_TENSOR'"),
+        ({"input": {"format": "E4M3FN", "scale": "CURENT"}}, "did you mean 'CURRENT'"),
+        ({"input": {"format": "E4M3FN", "scale": {"margins": 1}}}, "input scale: unknown key 'margins'; .*'margin'"),
+        ({"input": {"format": "E4M3FN", "scale": {"interval": 0}}}, "interval=0"),
+        ({"input": {"format": "E4M3FN", "rounding": "NEAREST"}}, "did you mean 'NEAREST_EVEN'"),
+        ({"param": None}, "param=None: expected a CastSpec"),
+        ({"min_size": "16"}, "min_size='16'"),
+    ],
+)
+def test_bad_data_is_refused(data, expected):
+    with pytest.raises(ng.RecipeError, match=expected):
+        from_dict(data)
