@@ -25,7 +25,7 @@ def generate(
     stop_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue each row of `ids` [B, T] int64 by up to `max_new_tokens` tokens; returns [B, T + n], n <= max_new_tokens.
+    """Continue each row of `ids` [B, T] int64 by up to `max_new_tokens` tokens: returns [B, T + n], n at most that.
 
     temperature: logits are divided by it; 0 takes the most probable token. top_k: sample among the k most probable
     only. stop_id: a row that has drawn it goes on with stop_id, and all rows having drawn it ends the work.
