@@ -63,7 +63,9 @@ def round_to(x: Tensor, fmt: Format) -> Tensor:
 
 def _refuse_nan(x: Tensor, fmt: Format) -> None:
     if x.isnan().any():
-        raise RecipeError(f"NaN cannot be cast to {fmt.name}, which has no NaN: find where it comes from, or use E4M3FN")
+        raise RecipeError(
+            f"NaN cannot be cast to {fmt.name}, which has no NaN: find where it comes from, or use E4M3FN"
+        )
 
 
 def _round_to_tf32(x: Tensor) -> Tensor:

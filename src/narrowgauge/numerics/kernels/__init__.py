@@ -1,0 +1,5 @@
+"""Fast casts: `amax`, `quantize`, `dequantize`, equal in bits to `numerics.rounding` on every device."""
+
+from narrowgauge.numerics.kernels.dispatch import Quantized, amax, dequantize, quantize
+
+__all__ = ["Quantized", "amax", "dequantize", "quantize"]

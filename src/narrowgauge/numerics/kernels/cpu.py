@@ -1,0 +1,107 @@
+"""The Numba kernels on torch tensors: which tensors they take, in how many threads, and the zero-copy passage."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.formats import Format
+from narrowgauge.numerics.kernels import numba_cast
+
+# below this, handing a chunk to a second thread costs more than it saves
+MIN_CHUNK = 32768
+
+_BITS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+_layout = functools.cache(numba_cast.layout)
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+# OpenMP kills a forked child (a DataLoader worker) that enters a parallel region, so there the kernels run serially
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor that is not empty: float32, 0-dimensional, NaN where `x` holds NaN."""
+    bits, chunks = _array(x), _chunks(x)
+    largest = numba_cast.amax_serial(bits) if chunks == 1 else numba_cast.amax_parallel(bits, chunks)
+    integer = torch.int32 if x.dtype is torch.float32 else torch.int16
+    return torch.tensor(largest, dtype=integer).view(x.dtype).float()
+
+
+def quantize(
+    x: Tensor, quant_scale: Tensor | None, fmt: Format, codes: bool, carrier: torch.dtype | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Codes and carrier, each where asked for, of E4M3FN or E5M2; saturating, one scale for the whole tensor."""
+    encoded = torch.empty(x.shape, dtype=fmt.dtype) if codes else None
+    carried = torch.empty(x.shape, dtype=carrier) if carrier is not None else None
+    arguments = (
+        _array(x),
+        1.0 if quant_scale is None else quant_scale.item(),
+        _layout(fmt),
+        None if encoded is None else _array(encoded),
+        None if carried is None else _array(carried),
+    )
+    chunks = _chunks(x)
+    if chunks == 1:
+        numba_cast.cast_serial(*arguments)
+    else:
+        numba_cast.cast_parallel(*arguments, chunks)
+    return encoded, carried
+
+
+def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[int, int]:
+    """How many values a cast saturates, and how many it flushes to zero."""
+    return numba_cast.count_serial(_array(x), 1.0 if quant_scale is None else quant_scale.item(), _layout(fmt))
+
+
+def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """The values of E4M3FN or E5M2 codes times the scale, in float32 or bfloat16."""
+    values = torch.empty(codes.shape, dtype=dtype)
+    scale = 1.0 if dequant_scale is None else dequant_scale.item()
+    chunks = _chunks(codes)
+    if chunks == 1:
+        numba_cast.decode_serial(_array(codes), scale, _layout(fmt), _array(values))
+    else:
+        numba_cast.decode_parallel(_array(codes), scale, _layout(fmt), _array(values), chunks)
+    return values
+
+
+def _array(x: Tensor) -> np.ndarray:
+    """The bits of `x` as a flat array that shares its memory where it is contiguous."""
+    return x.detach().contiguous().view(_BITS[x.dtype]).numpy().reshape(-1)
+
+
+def _chunks(x: Tensor) -> int:
+    chunks = min(torch.get_num_threads(), x.numel() // MIN_CHUNK)
+    return chunks if chunks > 1 and not _forked and _has_safe_threads() else 1
+
+
+@functools.cache
+def _has_safe_threads() -> bool:
+    """True where Numba has a threading layer that several threads may enter; its own `workqueue` aborts then."""
+    from numba.np.ufunc import parallel
+
+    if numba.config.THREADING_LAYER == "default":  # type: ignore[attr-defined]
+        try:
+            from numba.np.ufunc import omppool  # noqa: F401
+        except ImportError:
+            return False
+        numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
+    parallel._launch_threads()
+    return numba.threading_layer() != "workqueue"
