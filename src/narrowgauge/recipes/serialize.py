@@ -36,8 +36,33 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe that `to_dict` wrote. Raises RecipeError for unknown keys, naming the closest, and for bad values."""
     _check_mapping("a recipe", data)
     check_fields(dict(data))
-    values: dict[str, Any] = {f: _spec(f, value) if f in ROLES else value for f, value in data.items()}
+    values: dict[str, Any] = {f: _role(f, value) if f in ROLES else value for f, value in data.items()}
     return Recipe(**values)
+
+
+def spec_to_dict(spec: CastSpec, what: str = "cast") -> dict[str, Any]:
+    """One cast as `to_dict` writes it within a recipe; `what` names it in errors."""
+    return {
+        "format": spec.format.name,
+        "granularity": spec.granularity.name,
+        "scale": _plain_scale(what, spec.scale),
+        "rounding": spec.rounding.name,
+    }
+
+
+def spec_from_dict(data: Mapping[str, Any], what: str = "cast") -> CastSpec:
+    """The cast that `spec_to_dict` wrote. Raises RecipeError as `from_dict` does; `what` names it in errors."""
+    _check_mapping(what, data)
+    _check_keys(what, data, _SPEC_KEYS)
+    if "format" not in data:
+        raise RecipeError(f"{what}: expected a 'format', found only {', '.join(data) or 'nothing'}")
+    readers: dict[str, Callable[[Any], Any]] = {
+        "format": lambda value: _look_up(f"{what} format", value, formats.ALL),
+        "granularity": lambda value: _look_up(f"{what} granularity", value, Granularity.__members__),
+        "scale": lambda value: _scale(what, value),
+        "rounding": lambda value: _look_up(f"{what} rounding", value, Rounding.__members__),
+    }
+    return CastSpec(**{key: readers[key](value) for key, value in data.items()})
 
 
 def spec_to_dict(spec: CastSpec) -> dict[str, Any]:
@@ -55,12 +80,7 @@ def spec_from_dict(data: Mapping[str, Any]) -> CastSpec:
 
 def _plain(field: str, value: Any) -> Any:
     if isinstance(value, CastSpec):
-        return {
-            "format": value.format.name,
-            "granularity": value.granularity.name,
-            "scale": _plain_scale(field, value.scale),
-            "rounding": value.rounding.name,
-        }
+        return spec_to_dict(value, field)
     if isinstance(value, Format):
         return value.name
     if isinstance(value, tuple):
@@ -68,40 +88,28 @@ def _plain(field: str, value: Any) -> Any:
     return str(value) if isinstance(value, Enum) else value  # the enums here are strings
 
 
-def _plain_scale(role: str, scale: Scale | None) -> Any:
+def _plain_scale(what: str, scale: Scale | None) -> Any:
     if not isinstance(scale, Delayed):
         return scale.name if scale else None
     if not isinstance(scale.algorithm, str):
         raise RecipeError(
-            f"{role}: a recipe whose amax algorithm is a function cannot be written; use 'max' or 'most_recent', "
+            f"{what}: an amax algorithm that is a function cannot be written; use 'max' or 'most_recent', "
             "or build the recipe in code each time"
         )
     return {key: getattr(scale, key) for key in _DELAYED_KEYS}
 
 
-def _spec(role: str, data: Any) -> CastSpec | None:
-    if data is None:
-        return None
-    _check_mapping(role, data)
-    _check_keys(role, data, _SPEC_KEYS)
-    if "format" not in data:
-        raise RecipeError(f"{role}: expected a 'format', found only {', '.join(data) or 'nothing'}")
-    readers: dict[str, Callable[[Any], Any]] = {
-        "format": lambda value: _look_up(f"{role} format", value, formats.ALL),
-        "granularity": lambda value: _look_up(f"{role} granularity", value, Granularity.__members__),
-        "scale": lambda value: _scale(role, value),
-        "rounding": lambda value: _look_up(f"{role} rounding", value, Rounding.__members__),
-    }
-    return CastSpec(**{key: readers[key](value) for key, value in data.items()})
+def _role(role: str, data: Any) -> CastSpec | None:
+    return None if data is None else spec_from_dict(data, role)
 
 
-def _scale(role: str, data: Any) -> Scale | None:
+def _scale(what: str, data: Any) -> Scale | None:
     if data is None:
         return None
     if isinstance(data, Mapping):
-        _check_keys(f"{role} scale", data, _DELAYED_KEYS)
+        _check_keys(f"{what} scale", data, _DELAYED_KEYS)
         return Delayed(**data)
-    return _look_up(f"{role} scale", data, ScaleRule.__members__)
+    return _look_up(f"{what} scale", data, ScaleRule.__members__)
 
 
 def _look_up(what: str, name: Any, members: Mapping[str, V]) -> V:

@@ -123,8 +123,8 @@ class Recipe:
     first_last: how many of the layers so selected stay in the compute dtype at the (start, end).
     min_size: layers with fewer input or output features stay in the compute dtype.
     embeddings: whether embedding tables take part in `param`, `grad` and the optimizer-state roles.
-    evaluation: what quantized layers run in under `model.eval()`: "same", "compute", or a format such as E4M3 for
-        input and weight (see `in_evaluation`).
+    evaluation: what quantized layers run in under `model.eval()`: "same", "compute", or a format (E4M3FN, E5M2) for
+        input and weight, with current scaling.
     tf32: float32 products that remain are rounded to TF32 operands.
 
     Raises RecipeError for an unknown field, naming the closest, and for a value that its field does not take.
@@ -185,20 +185,6 @@ class Recipe:
         if self.compute != AUTO:
             return self
         return self.replace(compute=BF16 if _has_bf16(torch.device(device)) else FP16)
-
-    def in_evaluation(self) -> Self:
-        """The recipe that layers follow in eval mode, by `evaluation`.
-
-        "compute": no quantized operand. A format: input and weight in that format, with the scale they have in training
-        where the format is the same, else with current scaling. Gradients in eval mode keep `grad_output`.
-        """
-        if self.evaluation == Evaluation.COMPUTE:
-            return self.replace(input=None, weight=None, grad_output=None)
-        if not isinstance(self.evaluation, Format):
-            return self
-        wanted = CastSpec(self.evaluation)
-        operands = {role: getattr(self, role) for role in ("input", "weight")}
-        return self.replace(**{r: s if s and s.format == wanted.format else wanted for r, s in operands.items()})
 
     @property
     def compute_format(self) -> Format:

@@ -7,7 +7,7 @@ import pytest
 import narrowgauge as ng
 from narrowgauge.numerics.formats import ALL, E8M0FNU, FP16, TF32
 from narrowgauge.numerics.scaling import ScaleRule
-from narrowgauge.recipes.serialize import from_dict, to_dict
+from narrowgauge.recipes.serialize import from_dict, spec_from_dict, spec_to_dict, to_dict
 from narrowgauge.recipes.spec import FIELDS
 
 
@@ -51,6 +51,15 @@ def test_round_trip_of_formats(fmt):
 def test_round_trip_of_scales(rule):
     recipe = ng.Recipe(input=ng.CastSpec(ALL["E4M3FN"], scale=rule))
     assert through_json(recipe).input.scale is rule
+
+
+def test_one_cast_alone():
+    spec = ng.CastSpec(FP16, scale=ng.TENSOR_POW2)
+    data = {"format": "FP16", "granularity": "PER_TENSOR", "scale": "TENSOR_POW2", "rounding": "NEAREST_EVEN"}
+    assert spec_to_dict(spec) == data
+    assert spec_from_dict(data) == spec
+    with pytest.raises(ng.RecipeError, match="cast: unknown key 'round'; did you mean 'rounding'"):
+        spec_from_dict({"format": "FP16", "round": "NEAREST_EVEN"})
 
 
 def test_missing_fields_take_their_defaults():

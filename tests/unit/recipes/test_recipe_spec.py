@@ -197,18 +197,6 @@ def test_auto_is_decided_by_the_device(monkeypatch):
     assert recipe.resolve("cuda").compute == BF16
 
 
-def test_in_evaluation_same_compute_and_a_format():
-    recipe = ng.recipe("fp8_delayed")
-    assert recipe.in_evaluation() is recipe
-    assert not recipe.replace(evaluation="compute").in_evaluation().quantizes_gemms
-    # HYBRID's forward operands are E4M3 already: they keep their delayed scales
-    assert recipe.replace(evaluation="E4M3").in_evaluation().input == recipe.input
-    in_e5m2 = recipe.replace(evaluation=E5M2).in_evaluation()
-    assert in_e5m2.input == in_e5m2.weight == ng.CastSpec(E5M2)
-    assert in_e5m2.grad_output == recipe.grad_output
-    assert ng.recipe("bf16", evaluation="E4M3").in_evaluation().weight == CURRENT_E4M3
-
-
 def test_repr_shows_what_differs_from_the_defaults():
     assert repr(ng.recipe("bf16", tf32=True)) == "Recipe(name='bf16', compute=BF16, tf32=True)"
     assert repr(ng.CastSpec(FP16, scale=ng.TENSOR_POW2)) == "CastSpec(FP16, scale=TENSOR_POW2)"
