@@ -1,0 +1,140 @@
+"""Casting a tensor by its `CastSpec`, without making an object of it: the hot path of `ops.linear`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import NarrowgaugeError, RecipeError
+from narrowgauge.numerics import kernels, scaling
+from narrowgauge.numerics.scaling import CURRENT, NONE, TENSOR_POW2, Delayed, ScaleRule
+from narrowgauge.recipes.spec import CastSpec
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Operand(NamedTuple):
+    """What a cast leaves: `x ~ codes * dequant_scale`, and what it met on the way.
+
+    codes: of the format's dtype, None where not asked for. dequant_scale: 0-dimensional float32; None for an unscaled
+    spec. carrier: the values of the codes, not multiplied by the scale, in the dtype asked for; None where not asked
+    for. amax: 0-dimensional float32, NaN or infinite where `x` holds such values; None for an unscaled spec that is not
+    counted. saturated, flushed: number of values beyond the format's maximum, and of non-zero values cast to zero; 0
+    where not counted.
+    """
+
+    codes: Tensor | None
+    dequant_scale: Tensor | None
+    carrier: Tensor | None
+    amax: Tensor | None
+    saturated: int | Tensor
+    flushed: int | Tensor
+
+
+def cast_operand(
+    x: Tensor,
+    spec: CastSpec,
+    quant_scale: Tensor | None = None,
+    *,
+    keep_codes: bool,
+    carrier: torch.dtype | None,
+    count: bool = False,
+) -> Operand:
+    """Cast `x` by `spec`.
+
+    x: float16, bfloat16, float32 or float64 (rounded to float32 first), any shape and strides: the result is that of
+    `x.contiguous()`. A QuantizedTensor is read as the values that it stands for; one that already has the spec's format
+    and a scale of its own gives its codes as they are. quant_scale: 0-dimensional float32, the multiplier to use; left
+    out, it follows from `x` (current scaling). keep_codes, carrier, count: which fields of the Operand to fill.
+
+    Raises RecipeError for a spec with delayed scaling and no `quant_scale`.
+    """
+    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+        kept = _codes_as_they_are(x, spec, quant_scale, carrier, count)
+        if kept is not None:
+            return kept
+        x = _plain(x)
+    if x.dtype is torch.float64:
+        x = x.float()
+    amax = kernels.amax(x) if spec.is_scaled or count else None
+    if quant_scale is None and spec.is_scaled:
+        assert amax is not None
+        quant_scale = scaling.quant_scale_of(amax, spec.format, _current_rule(spec))
+    dequant_scale = None if quant_scale is None else scaling.dequant_scale_of(quant_scale)
+    result = kernels.quantize(
+        x, quant_scale, spec.format, saturating=saturates(spec), codes=keep_codes, carrier=carrier, count=count
+    )
+    return Operand(result.codes, dequant_scale, result.carrier, amax, result.saturated, result.flushed)
+
+
+def saturates(spec: CastSpec) -> bool:
+    """True where values beyond the maximum become +-max: narrow formats, and wide ones that store scaled values."""
+    return spec.format.saturating or spec.is_scaled
+
+
+def cast_storage(x: Tensor, spec: CastSpec, old_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast `x` for storage with a fresh scale: (codes, dequant_scale, amax), the latter two 0-dimensional float32.
+
+    x: a plain floating tensor, any strides. old_scale: the dequant_scale before; TENSOR_POW2 keeps it where amax is
+    zero or not finite, and delayed scaling, whose history is elsewhere, falls back to current scaling. A NaN in a
+    scaled format without NaN makes the scale NaN; in an unscaled one it raises RecipeError.
+    """
+    x = x.detach()
+    if x.dtype is torch.float64:
+        x = x.float()
+    amax = kernels.amax(x)
+    rule = CURRENT if isinstance(spec.scale, Delayed) else _current_rule(spec)
+    if rule is NONE:
+        codes = kernels.quantize(x, None, spec.format, saturating=saturates(spec)).codes
+        return codes, torch.ones_like(amax), amax
+    quant_scale = scaling.quant_scale_of(amax, spec.format, rule)
+    dequant_scale = scaling.dequant_scale_of(quant_scale)
+    if rule is TENSOR_POW2 and old_scale is not None:
+        usable = amax.isfinite() & (amax > 0)
+        dequant_scale = torch.where(usable, dequant_scale, old_scale)
+        quant_scale = scaling.dequant_scale_of(dequant_scale)  # exact: powers of two
+    if not spec.format.has_nan:
+        dequant_scale = torch.where(amax.isnan(), torch.nan, dequant_scale)
+        x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    codes = kernels.quantize(x, quant_scale, spec.format, saturating=True).codes
+    return codes, dequant_scale, amax
+
+
+def _current_rule(spec: CastSpec) -> ScaleRule:
+    if isinstance(spec.scale, Delayed):
+        raise RecipeError(
+            f"{spec}: delayed scaling takes its scale from earlier steps, and none was given: pass quant_scale, "
+            "or use CURRENT"
+        )
+    assert isinstance(spec.scale, ScaleRule)
+    return spec.scale
+
+
+def check_castable(x: Tensor) -> None:
+    """Raise NarrowgaugeError unless `x` is a strided tensor of a floating dtype of 16 bits or more."""
+    if not isinstance(x, Tensor):
+        raise NarrowgaugeError(f"expected a tensor to cast, found {type(x).__name__}: use torch.as_tensor")
+    if x.dtype not in FLOATING:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in FLOATING)
+        raise NarrowgaugeError(f"expected a tensor of {wanted}, found {x.dtype}: convert it first, e.g. with x.float()")
+    if x.layout is not torch.strided:
+        raise NarrowgaugeError(f"expected a dense tensor, found layout {x.layout}: use x.to_dense()")
+
+
+def _plain(x: Tensor) -> Tensor:
+    from narrowgauge.tensors.quantized import QuantizedTensor
+
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def _codes_as_they_are(
+    x: Tensor, spec: CastSpec, quant_scale: Tensor | None, carrier: torch.dtype | None, count: bool
+) -> Operand | None:
+    from narrowgauge.tensors.quantized import QuantizedTensor
+
+    if not isinstance(x, QuantizedTensor) or quant_scale is not None or count or x.spec != spec or not spec.is_scaled:
+        return None
+    values = None if carrier is None else kernels.dequantize(x.codes, None, spec.format, carrier)
+    return Operand(x.codes, x.dequant_scale, values, x.amax, 0, 0)

@@ -1,0 +1,297 @@
+"""What torch operations do with a QuantizedTensor: a few rules, and one fallback for all the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.numerics import kernels
+from narrowgauge.numerics.scaling import CURRENT, NONE, Delayed
+from narrowgauge.tensors.cast import FLOATING, cast_storage
+
+if TYPE_CHECKING:
+    from narrowgauge.tensors.quantized import QuantizedTensor
+
+aten = torch.ops.aten
+
+# (class, op, args, kwargs) -> result, or NotImplemented where the rule does not apply to these arguments
+Rule = Callable[[type, Any, tuple, dict[str, Any]], Any]
+_RULES: dict[Any, Rule] = {}
+
+
+def dispatch(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run `func`, at least one of whose arguments is a `cls`."""
+    rule = _RULES.get(func)
+    if rule is not None:
+        result = rule(cls, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if torch.Tag.inplace_view in func.tags:
+        raise NarrowgaugeError(
+            f"{func} would change the shape or storage of a QuantizedTensor in place, and its codes would not follow: "
+            "use the form that returns a new tensor, or assign to .data"
+        )
+    if func.is_view and isinstance(args[0], cls):
+        return _view(cls, func, args, kwargs)
+    name = func._schema.name.removeprefix("aten::")
+    if name.endswith("_like") or name.startswith("new_"):  # these read no values
+        stand_in = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype, device=args[0].device)
+        return func(stand_in, *args[1:], **kwargs)
+    return _fallback(cls, func, args, kwargs)
+
+
+def values_of(q: QuantizedTensor) -> Tensor:
+    """The plain tensor that operations see: the decoded codes, with the infinities that saturated in the cast.
+
+    Where amax is infinite, a value at the format's maximum is infinite, since the codes cannot say so.
+    """
+    values = kernels.dequantize(q.codes, q.dequant_scale, q.spec.format, q.dtype)
+    if type(q.amax) is Tensor and q.amax.device.type == "cpu" and not q.amax.isinf():
+        return values  # asked only where it costs no wait for a device
+    top = q.dequant_scale * q.spec.format.max
+    return torch.where(q.amax.isinf() & (values.abs() >= top), values * torch.inf, values)
+
+
+def write(q: QuantizedTensor, values: Tensor, *, keep_unchanged: bool = True) -> None:
+    """Cast `values` (of q's shape) with a fresh scale into q's own codes, scale and amax.
+
+    keep_unchanged: values equal to those that q holds leave all of its bits as they are, the scale's too; with False
+    the result is that of `quantize`.
+    """
+    codes = q.codes
+    if q._whole is not None:
+        values = _scatter(q, values)
+        codes = q._whole
+    new_codes, new_scale, new_amax = cast_storage(values, q.spec, q.dequant_scale)
+    if keep_unchanged:
+        whole = q if q._whole is None else _whole_of(q)
+        changed = (values_of(whole) != values).any()
+        new_codes = torch.where(changed, _bytes(new_codes), _bytes(codes)).view(codes.dtype)
+        new_scale = torch.where(changed, new_scale, q.dequant_scale)
+        new_amax = torch.where(changed, new_amax, q.amax)
+    codes.copy_(new_codes)
+    q.dequant_scale.copy_(new_scale)
+    q.amax.copy_(new_amax)
+
+
+def _whole_of(q: QuantizedTensor) -> QuantizedTensor:
+    assert q._whole is not None
+    return type(q)(q._whole, q.dequant_scale, q.spec, q.dtype, q.amax)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8) if codes.element_size() == 1 else codes
+
+
+def _scatter(view: QuantizedTensor, values: Tensor) -> Tensor:
+    """The values of the whole that `view` is a part of, with that part replaced by `values`."""
+    whole, part = view._whole, view.codes
+    assert whole is not None
+    if torch._debug_has_internal_overlap(part) == 1:
+        raise NarrowgaugeError(
+            f"cannot write to a view of shape {tuple(part.shape)} whose elements share memory (strides "
+            f"{part.stride()}): write to the tensor it was expanded from"
+        )
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(whole.size(), whole.stride(), strict=True))
+    offset = part.storage_offset() - whole.storage_offset()
+    last = offset + sum((size - 1) * stride for size, stride in zip(part.size(), part.stride(), strict=True))
+    if part.numel() and not 0 <= offset <= last < extent:
+        raise NarrowgaugeError("cannot write to a view of memory outside of the QuantizedTensor it was made from")
+    # decoded into memory laid out as the codes are, so that the view's strides and offset hold there too
+    laid_out = torch.zeros(max(extent, 0), dtype=values.dtype, device=values.device)
+    all_values = laid_out.as_strided(whole.size(), whole.stride(), 0)
+    all_values.copy_(values_of(_whole_of(view)))
+    if part.numel():
+        laid_out.as_strided(part.size(), part.stride(), offset).copy_(values)
+    return all_values
+
+
+def _fallback(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the values of its QuantizedTensors, then cast those that it wrote to."""
+    written = {id(q): q for q in _written(cls, func, args, kwargs)}
+    plain: dict[int, Tensor] = {}
+
+    def unwrap(x: Any) -> Any:
+        if isinstance(x, cls):
+            if id(x) not in plain:
+                values = values_of(x)
+                # unscaled wide codes may be the values themselves: a write must not reach them uncast
+                plain[id(x)] = values.clone() if id(x) in written and x.spec.scale is NONE else values
+            return plain[id(x)]
+        return type(x)(map(unwrap, x)) if type(x) in (list, tuple) else x
+
+    result = func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
+    for key, q in written.items():
+        if plain[key].shape != q.shape:
+            raise NarrowgaugeError(
+                f"{func} would resize a QuantizedTensor of shape {tuple(q.shape)} to {tuple(plain[key].shape)}: "
+                "give an output of the result's shape"
+            )
+        write(q, plain[key])
+    if not written:
+        return result
+    by_plain = {id(values): written[key] for key, values in plain.items() if key in written}
+    if isinstance(result, (list, tuple)):
+        return type(result)(by_plain.get(id(x), x) for x in result)
+    return by_plain.get(id(result), result)
+
+
+def _written(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[QuantizedTensor]:
+    """The QuantizedTensors that `func` writes to, by its schema."""
+    if not func._schema.is_mutable:
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, cls))
+
+
+def _view(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A view of the codes, with the same scale."""
+    q = args[0]
+    if func is aten.view.dtype and args[1] is not q.dtype:
+        raise NarrowgaugeError(
+            f"cannot reinterpret a QuantizedTensor as {args[1]}: its memory holds codes, not {q.dtype} values; use "
+            ".codes for the codes, or .dequantize().view(...) for the values"
+        )
+    if func is aten.view.dtype:
+        func, args = aten.alias.default, args[:1]
+
+    def wrap(codes: Tensor) -> QuantizedTensor:
+        # as_strided may leave elements out and repeat others, whatever their number
+        is_whole = codes.numel() == q.codes.numel() and func is not aten.as_strided.default
+        whole = q._whole if q._whole is not None else None if is_whole else q.codes
+        return cls(codes, q.dequant_scale, q.spec, q.dtype, q.amax, whole=whole)
+
+    codes = func(q.codes, *args[1:], **kwargs)
+    views = [wrap(c) for c in codes] if isinstance(codes, (list, tuple)) else wrap(codes)
+    return return_and_correct_aliasing(func, args, kwargs, views)
+
+
+def _rule(*funcs: Any) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(funcs, rule))
+        return rule
+
+    return register
+
+
+@_rule(aten.clone.default, aten._pin_memory.default)
+def _copy(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    q = args[0]
+    codes = func(q.codes, *args[1:], **kwargs)
+    return cls(codes, q.dequant_scale.clone(), q.spec, q.dtype, q.amax.clone())
+
+
+@_rule(aten.record_stream.default)
+def _record_stream(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    for part in (args[0].codes, args[0].dequant_scale, args[0].amax):
+        func(part, *args[1:], **kwargs)
+
+
+@_rule(aten._to_copy.default)
+def _to(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """To another device, or to stand for another floating dtype; any other dtype gives a plain tensor."""
+    q = args[0]
+    dtype = kwargs.pop("dtype", None) or q.dtype
+    if dtype not in FLOATING:
+        return _fallback(cls, func, args, {**kwargs, "dtype": dtype})
+    scalar = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    parts = func(q.codes, **kwargs), func(q.dequant_scale, **scalar), func(q.amax, **scalar)
+    return cls(parts[0], parts[1], q.spec, dtype, parts[2])
+
+
+@_rule(aten.empty_like.default)
+def _empty_like(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Codes without values, with the scale of an all-zero tensor."""
+    q = args[0]
+    dtype = kwargs.pop("dtype", None) or q.dtype
+    if dtype not in FLOATING:
+        return NotImplemented
+    codes = func(q.codes, *args[1:], **kwargs)
+    one = torch.ones((), dtype=torch.float32, device=codes.device)
+    return cls(codes, one, q.spec, dtype, torch.zeros_like(one))
+
+
+@_rule(aten.dequantize.self)
+def _dequantize(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    return args[0].dequantize()
+
+
+@_rule(aten.copy_.default)
+def _copy_into(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    q, source = args[:2]
+    if not isinstance(q, cls):
+        return NotImplemented
+    if not isinstance(source, cls):
+        source = source if source.dtype in FLOATING else source.to(q.dtype)
+        write(q, source.to(q.device).expand(q.shape), keep_unchanged=False)
+        return q
+    if source.spec != q.spec or source.shape != q.shape or q._whole is not None:
+        write(q, values_of(source).to(q.device).expand(q.shape), keep_unchanged=False)
+        return q
+    for name in ("codes", "dequant_scale", "amax"):
+        getattr(q, name).copy_(getattr(source, name), *args[2:], **kwargs)
+    return q
+
+
+@_rule(aten.zero_.default)
+def _zero(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    q = args[0]
+    if q._whole is not None:
+        return NotImplemented
+    q.codes.zero_()
+    q.dequant_scale.fill_(1.0)
+    q.amax.zero_()
+    return q
+
+
+@_rule(aten.mul_.Tensor, aten.div_.Tensor)
+def _scale(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A factor goes into the scale where the scale's rule allows it: the codes stay."""
+    q, factor = args[:2]
+    if not isinstance(q, cls) or q._whole is not None or not _fits_scale(cls, factor, q.spec.scale):
+        return NotImplemented
+    func(q.dequant_scale, factor)
+    func(q.amax, factor)
+    q.amax.abs_()  # a tensor factor may be negative
+    return q
+
+
+def _fits_scale(cls: type, factor: Any, rule: Any) -> bool:
+    if rule is NONE:
+        return False
+    free = rule is CURRENT or isinstance(rule, Delayed)
+    if isinstance(factor, Tensor):
+        # its value is not known without waiting for the device
+        return free and factor.ndim == 0 and factor.is_floating_point() and not isinstance(factor, cls)
+    if isinstance(factor, complex) or not 0 < factor < math.inf:
+        return False
+    return free or math.frexp(factor)[0] == 0.5
+
+
+_ONE_BY_ONE = {
+    aten._foreach_mul_.Scalar: aten.mul_.Tensor,
+    aten._foreach_mul_.Tensor: aten.mul_.Tensor,
+    aten._foreach_mul_.ScalarList: aten.mul_.Tensor,
+    aten._foreach_div_.Scalar: aten.div_.Tensor,
+    aten._foreach_div_.Tensor: aten.div_.Tensor,
+    aten._foreach_div_.ScalarList: aten.div_.Tensor,
+    aten._foreach_zero_.default: aten.zero_.default,
+    aten._foreach_copy_.default: aten.copy_.default,
+}
+
+
+@_rule(*_ONE_BY_ONE)
+def _foreach(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """As a loop over the list, so that the rules above apply and the result is that of the loop."""
+    for i, x in enumerate(args[0]):
+        rest = [a[i] if isinstance(a, (list, tuple)) else a for a in args[1:]]
+        _ONE_BY_ONE[func](x, *rest, **kwargs)
