@@ -65,19 +65,6 @@ def spec_from_dict(data: Mapping[str, Any], what: str = "cast") -> CastSpec:
     return CastSpec(**{key: readers[key](value) for key, value in data.items()})
 
 
-def spec_to_dict(spec: CastSpec) -> dict[str, Any]:
-    """One cast specification, as `to_dict` writes those of a recipe. Raises RecipeError as it does."""
-    return _plain("spec", spec)
-
-
-def spec_from_dict(data: Mapping[str, Any]) -> CastSpec:
-    """The specification that `spec_to_dict` wrote. Raises RecipeError for unknown keys and for bad values."""
-    _check_mapping("spec", data)
-    spec = _spec("spec", data)
-    assert spec is not None  # only None gives None
-    return spec
-
-
 def _plain(field: str, value: Any) -> Any:
     if isinstance(value, CastSpec):
         return spec_to_dict(value, field)
