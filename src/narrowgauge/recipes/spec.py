@@ -225,7 +225,7 @@ def check_fields(fields: dict[str, Any]) -> None:
     """Raise RecipeError for the first name that is no field of a recipe."""
     for field in fields:
         if field not in FIELDS:
-            raise RecipeError(f"unknown recipe field '{field}'{closest(field, FIELDS)}")
+            raise RecipeError(f"unknown recipe field '{field}'{closest(str(field), FIELDS)}")
 
 
 def _check_role(role: str, spec: Any) -> None:

@@ -76,6 +76,7 @@ def test_an_algorithm_that_is_a_function_cannot_be_written():
     ("data", "expected"),
     [
         ([1], "a recipe: expected a mapping .* found list"),
+        ({8: None}, "unknown recipe field .8."),
         ({"inputs": None}, "unknown recipe field 'inputs'; did you mean 'input'"),
         ({"input": "E4M3FN"}, "input: expected a mapping"),
         ({"input": {"fromat": "E4M3FN"}}, "input: unknown key 'fromat'; did you mean 'format'"),
