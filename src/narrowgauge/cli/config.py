@@ -51,7 +51,7 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
 def help_text() -> str:
     """All keys with their defaults, from the dataclasses' own docstrings."""
     lines = []
-    for key in _keys(TrainConfig, ""):
+    for key in sorted(_keys(TrainConfig, ""), key=lambda key: "." in key.name):  # the run's own keys before its parts'
         default = yaml.safe_dump(key.default, default_flow_style=True).removesuffix("...\n").strip()
         lines.append(f"  --{key.name} {default}\n      {key.description}")
     return "\n".join(lines)

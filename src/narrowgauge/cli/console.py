@@ -12,24 +12,38 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-PIPED_WIDTH = 1000  # a table in a file is as wide as it needs to be: nothing is cut
-
 
 def output() -> Console:
     """A console on standard output; colour and motion only on a terminal (and not where NO_COLOR is set)."""
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    return Console(file=sys.stdout, highlight=False, soft_wrap=False, width=width)
+    return Console(file=sys.stdout, highlight=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; columns whose cells are all numbers are set flush right."""
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    for index, column in enumerate(columns):
-        numeric = all(isinstance(row[index], int | float) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row))
+    """Print a table; columns whose cells are all numbers are set flush right. Plain aligned text in a pipe or file."""
+    numeric = [all(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]
+    cells = [[_cell(value) for value in row] for row in rows]
+    if not sys.stdout.isatty():
+        print("\n".join(_plain_table(title, columns, cells, numeric)), end="\n\n")
+        return
+    look = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "pad_edge": False}
+    table = Table(title=title or None, show_header=any(columns), **look)
+    for column, is_number in zip(columns, numeric, strict=True):
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
     output().print(table)
+
+
+def _plain_table(
+    title: str, columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]
+) -> list[str]:
+    lines = [columns, ["-" * len(column) for column in columns], *cells] if any(columns) else list(cells)
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    aligned = [
+        [cell.rjust(w) if number else cell.ljust(w) for cell, w, number in zip(line, widths, numeric, strict=True)]
+        for line in lines
+    ]
+    return ([title] if title else []) + ["  ".join(line).rstrip() for line in aligned]
 
 
 def print_json(value: Any) -> None:

@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the interpreter flushes at exit and would complain once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except SystemExit as stop:  # argparse, after printing a help text
+        return int(stop.code or EXIT_DONE)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,0 +1,36 @@
+"""`narrowgauge chart`: what each recipe multiplies, sends and stores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from narrowgauge.cli.arguments import Parser
+
+
+def chart(argv: Sequence[str]) -> int:
+    """Print the precision chart of the named recipes, or of all of them."""
+    parser = Parser(
+        "chart",
+        "The precision chart: what each recipe multiplies, sends and stores. Without a recipe: the rows of the\n"
+        "Accelerate guide to low-precision training that exist here, then every recipe.",
+        ["narrowgauge chart", "narrowgauge chart fp8_delayed bf16", "narrowgauge chart --markdown > chart.md"],
+    )
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="names of recipes")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_json_option()
+    arguments = parser.parse(argv)
+    if arguments.markdown and arguments.json:
+        parser.error("expected --markdown or --json, found both")
+
+    from narrowgauge.cli.console import print_table
+    from narrowgauge.recipes.chart import HEADERS, chart_json, chart_markdown, chart_rows
+
+    rows = chart_rows(arguments.recipes or None)
+    if arguments.json:
+        print(chart_json(rows))
+    elif arguments.markdown:
+        print(chart_markdown(rows))
+    else:
+        print_table("", HEADERS, [dataclasses.astuple(row) for row in rows])
+    return 0

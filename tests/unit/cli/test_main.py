@@ -1,0 +1,118 @@
+"""The program as a whole: help, exit codes, errors in one line, pipes and terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from narrowgauge.cli.main import COMMANDS, main
+
+
+def run_program(*words: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "narrowgauge", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command(words, capsys):
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command, capsys):
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "examples:" in shown
+    assert f"narrowgauge {command}" in shown
+
+
+def test_help_answers_within_a_second():
+    start = time.perf_counter()
+    assert run_program("--help").returncode == 0
+    assert time.perf_counter() - start < 1.0  # without torch, so the whole program
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tran"], "unknown command 'tran'; did you mean 'train'?"),
+        (["--versio"], "unknown option '--versio'; did you mean '--version'?"),
+        (["chart", "--jsn"], "unknown option '--jsn'; did you mean '--json'?"),
+        (["chart", "fp8_curent"], "did you mean 'fp8_current'?"),
+        (["train", "--recipe", "fp8_delay"], "did you mean 'fp8_delayed'?"),
+        (["train", "--optimiser.lr", "1"], "optimizer"),
+        (["train", "--stepps", "5"], "steps"),
+        (["train", "--model.preset", "tinny"], "did you mean 'tiny'?"),
+        (["bench", "liner"], "invalid choice: 'liner'"),
+        (["generate"], "required"),
+        (["chart", "--markdown", "--json"], "found both"),
+    ],
+)
+def test_a_wrong_word_exits_with_2_and_names_the_closest(words, expected, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert expected in captured.err
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+
+
+def test_options_are_not_abbreviated(capsys):
+    assert main(["chart", "--mark"]) == 2
+    assert "did you mean '--markdown'?" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback():
+    done = run_program("chart", "fp8_curent", "--debug")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_a_missing_run_folder_exits_with_1_in_one_line(tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "nowhere")]) == 1
+    error = capsys.readouterr().err
+    assert "nowhere" in error
+    assert error.count("\n") == 1
+
+
+def test_interruption_exits_with_130(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("narrowgauge.cli.chart.chart", interrupted)
+    assert main(["chart"]) == 130
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback():
+    script = f"{sys.executable} -m narrowgauge chart --json; echo code $? >&2"
+    done = subprocess.run(
+        ["bash", "-c", f"({script}) | true"], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert "code" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_survives_a_terminal_that_is_not_utf8(encoding):
+    done = run_program("doctor", env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(capsys):
+    import narrowgauge
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"narrowgauge {narrowgauge.__version__}\n"
+
+
+def test_json_of_chart_and_doctor_parses(capsys):
+    for command in ("chart", "doctor"):
+        assert main([command, "--json"]) == 0
+        json.loads(capsys.readouterr().out)

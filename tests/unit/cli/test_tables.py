@@ -1,0 +1,54 @@
+"""What `chart` and `doctor` print."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from narrowgauge.cli.console import print_json, print_table
+from narrowgauge.cli.main import main
+from narrowgauge.numerics.formats import E4M3FN, E5M2, FP16, FP32, TF32
+from narrowgauge.recipes.library import recipe_names
+
+
+def test_the_chart_has_the_rows_of_the_accelerate_guide(capsys):
+    assert main(["chart", "--markdown"]) == 0
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    columns = ["Optimization Level", "Computation(GEMM)", "Comm", "Weight", "Master Weight", "Weight Gradient"]
+    assert lines[0][:7] == [*columns, "Optimizer States"]
+    assert ["FP16 AMP", "FP16", "FP32", "FP32", "N/A", "FP32", "FP32+FP32"] in [line[:7] for line in lines]
+    assert ["Nvidia TE", "FP8", "FP32", "FP32", "N/A", "FP32", "FP32+FP32"] in [line[:7] for line in lines]
+
+
+def test_the_chart_of_named_recipes_has_those_only_in_every_form(capsys):
+    assert main(["chart", "bf16", "fp8_current", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["bf16", "fp8_current"]
+    assert main(["chart", "bf16"]) == 0
+    table = capsys.readouterr().out
+    assert "bf16" in table
+    assert not any(name in table for name in set(recipe_names()) - {"bf16"})
+
+
+def test_the_doctor_says_native_or_emulated_and_why_for_every_format(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    products = {row["operands"]: row for row in report["products"] if row["device"] == "cpu"}
+    assert products[FP32.name]["runs"] == "native"
+    for narrow in (TF32.name, FP16.name, E4M3FN.name, f"{E5M2.name} x {E4M3FN.name}"):
+        assert products[narrow]["runs"] == "emulated"
+    assert all(row["why"] for row in report["products"])
+    assert report["machine"]["torch threads"] >= 1
+    assert report["packages"]["torch"]
+
+
+def test_a_table_in_a_pipe_is_not_cut_and_has_no_trailing_blanks(capsys):
+    print_table("wide", ["name", "value"], [("a" * 300, 1), ("b", 23456)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "a" * 300 + "       1" in lines
+    assert "b" + " " * 299 + "  23,456" in lines
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_json_has_null_where_a_number_is_not_finite(capsys):
+    print_json({"loss": math.nan, "more": [math.inf, 1.5, {"x": -math.inf}]})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "more": [None, 1.5, {"x": None}]}
