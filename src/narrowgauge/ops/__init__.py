@@ -1,1 +1,1 @@
-"""Products of low-precision operands: which backend runs them, the three GEMMs of a linear layer, and their gradient."""
+"""Products of low-precision operands: which backend runs them, and the three GEMMs of a linear layer."""

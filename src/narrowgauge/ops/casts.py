@@ -10,7 +10,7 @@ import torch
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.formats import FP32, TF32, Format
 from narrowgauge.ops.backends import Backend, backend_of
-from narrowgauge.ops.matmul import GEMMS, Gemm
+from narrowgauge.ops.matmul import GEMMS, GRAD_WEIGHT, Gemm
 from narrowgauge.recipes.spec import CastSpec, Emulation, Recipe
 
 
@@ -20,7 +20,7 @@ class LinearCasts:
 
     input, weight, grad_output: the operands' casts; for a layer kept in the compute dtype these are wide and unscaled.
     compute: the format of the GEMMs named by `in_compute` (output, grad_input, grad_weight): FP32, TF32, BF16, FP16.
-    activation: what is saved for backward instead of the input operand; None: the operand as it is multiplied.
+    activation: what the input is saved as for backward, and multiplied as by grad_weight; None: the input operand.
     """
 
     input: CastSpec
@@ -56,6 +56,8 @@ class LinearCasts:
 
     def spec(self, gemm: Gemm, role: str) -> CastSpec:
         """The cast of the operand `role` ("input", "weight", "grad_output") where `gemm` multiplies it."""
+        if self.activation is not None and role == "input" and gemm.name == GRAD_WEIGHT.name:
+            return self.activation
         if self.runs_in_compute(gemm):
             return CastSpec(self.compute)
         return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}[role]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.numerics.formats import Format
 from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
-from narrowgauge.ops.operands import Cast, Counter, DelayedSlots, Recording, cast, raise_live_slot
+from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots
 from narrowgauge.ops.shared import SharedInputs
 
 __all__ = ["Counter", "DelayedSlots", "LinearCasts", "linear"]
@@ -29,7 +30,7 @@ def linear(
     record: bool = False,
     out_dtype: torch.dtype,
     counter: Counter | None = None,
-    shared: SharedInputs | None = None,
+    shared: SharedInputs[Cast] | None = None,
 ) -> Tensor:
     """x @ weight.T + bias with operands cast by `casts`, in forward and in backward.
 
@@ -43,24 +44,32 @@ def linear(
 
     Saved for backward: the codes of the input operand (1 byte a value in FP8) and of the weight, with their scales.
     Where `casts.in_compute` runs grad_weight in the compute dtype, the input is saved in that dtype; where it runs
-    grad_input so, the weight parameter itself is kept by reference and cast again.
+    grad_input so, the weight itself is kept by reference and cast again.
     """
-    call = _Call(
-        casts, Recording(delayed, record, counter), out_dtype, shared, torch.is_grad_enabled(), x.dtype, weight.dtype
-    )
+    caster = Caster(delayed, record, counter, shared)
+    call = _Call(casts, caster, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
     return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]
 
 
 class _Call(NamedTuple):
-    """What one call carries from forward to backward beside tensors to be saved."""
+    """What one call carries from forward to backward beside the tensors that are saved."""
 
     casts: LinearCasts
-    recording: Recording
+    caster: Caster
     out_dtype: torch.dtype
-    shared: SharedInputs | None
-    grad_enabled: bool
     input_dtype: torch.dtype
     weight_dtype: torch.dtype
+    grad_enabled: bool  # inside the autograd function it always reads False
+
+
+class _Saved(NamedTuple):
+    """How an operand waits for backward; its two tensors are in `ctx.saved_tensors`.
+
+    format: of the saved codes; None: the tensor itself was saved, and is cast again.
+    """
+
+    at: int
+    format: Format | None
 
 
 class _Linear(torch.autograd.Function):
@@ -68,20 +77,22 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
         needs_x, needs_weight = (needed and call.grad_enabled for needed in ctx.needs_input_grad[:2])
-        input_now, input_later = _cast_input(x, rows, call, needs_weight)
-        weight_now, weight_later = _cast_for(OUTPUT, GRAD_INPUT, "weight", weight.detach(), call, needs_x)
+        left, input_saved = _cast_pair("input", rows, GRAD_WEIGHT if needs_weight else None, call, source=x)
+        right, weight_saved = _cast_pair("weight", weight.detach(), GRAD_INPUT if needs_x else None, call)
         backend = call.casts.backend(OUTPUT, x.device)
-        y = multiply(OUTPUT, input_now.factor(backend), weight_now.factor(backend), backend, call.out_dtype, bias)
-        ctx.call, ctx.input_shape = call, x.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        saved_weight = weight_later
-        if weight_later is not None and not weight_later.format.is_narrow:
-            ctx.weight_by_reference, saved_weight = True, weight_later._replace(codes=weight, dequant_scale=None)
-        else:
-            ctx.weight_by_reference = False
-        ctx.formats = [c.format if c is not None else None for c in (input_later, saved_weight)]
-        tensors = [(c.codes, c.dequant_scale) if c is not None else (None, None) for c in (input_later, saved_weight)]
-        ctx.save_for_backward(*tensors[0], *tensors[1])
+        y = multiply(OUTPUT, left.factor(backend), right.factor(backend), backend, call.out_dtype, bias)
+
+        tensors: list[Tensor | None] = []
+        ctx.saved = {}
+        for gemm, cast in ((GRAD_WEIGHT, input_saved), (GRAD_INPUT, weight_saved)):
+            if cast is None:
+                continue
+            # a wide copy of the weight would cost more than casting it again
+            again = gemm is GRAD_INPUT and not cast.format.is_narrow
+            ctx.saved[gemm.name] = _Saved(len(tensors), None if again else cast.format)
+            tensors += [weight, None] if again else [cast.codes, cast.dequant_scale]
+        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.input_shape, ctx.bias_dtype = call, x.shape, None if bias is None else bias.dtype
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -89,61 +100,52 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         rows = grad_output.reshape(grad_output.shape[:-1].numel(), grad_output.shape[-1])
-        needed = dict(zip((GRAD_INPUT.name, GRAD_WEIGHT.name), ctx.needs_input_grad[:2], strict=True))
         dtypes = {GRAD_INPUT.name: call.input_dtype, GRAD_WEIGHT.name: call.weight_dtype}
-        grads: dict[str, Tensor | None] = {}
-        casts_made: dict[Any, Cast] = {}
+        grads: dict[str, Tensor] = {}
+        left_casts: dict[Any, Cast] = {}
         for gemm in (GRAD_INPUT, GRAD_WEIGHT):
-            if not needed[gemm.name]:
-                grads[gemm.name] = None
+            if gemm.name not in ctx.saved:
                 continue
             backend = call.casts.backend(gemm, grad_output.device)
             spec = call.casts.spec(gemm, gemm.left)
-            key = (spec, backend.carrier)
-            if key not in casts_made:
-                casts_made[key] = cast(
-                    gemm.left, rows, spec, call.recording, keep_codes=False, carrier=backend.carrier
+            if (spec, backend.carrier) not in left_casts:
+                counted = not call.casts.runs_in_compute(gemm) and not any(spec == seen for seen, _ in left_casts)
+                left_casts[spec, backend.carrier] = call.caster.cast(
+                    gemm.left, rows, spec, keep_codes=False, carrier=backend.carrier, counted=counted
                 )
-                raise_live_slot(gemm.left, casts_made[key].amax, call.recording)
-            left = casts_made[key].factor(backend)
-            right = _saved(ctx, gemm).factor(backend)
+            left = left_casts[spec, backend.carrier].factor(backend)
+            right = _restored(ctx, gemm).factor(backend)
             grads[gemm.name] = multiply(gemm, left, right, backend, dtypes[gemm.name])
-        grad_x = grads[GRAD_INPUT.name]
-        if grad_x is not None:
-            grad_x = grad_x.reshape(ctx.input_shape)
+        grad_x = grads[GRAD_INPUT.name].reshape(ctx.input_shape) if GRAD_INPUT.name in grads else None
         grad_bias = None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grads[GRAD_WEIGHT.name], grad_bias, None
+        return grad_x, grads.get(GRAD_WEIGHT.name), grad_bias, None
 
 
-def _cast_for(
-    now: Gemm, later: Gemm, role: str, x: Tensor, call: _Call, needed_later: bool
+def _cast_pair(
+    role: str, x: Tensor, later: Gemm | None, call: _Call, source: Tensor | None = None
 ) -> tuple[Cast, Cast | None]:
-    """The casts of `x` for a GEMM of the forward and, where needed, for one of the backward: one where they agree."""
-    spec, spec_later = call.casts.spec(now, role), call.casts.spec(later, role)
-    if role == "input" and call.casts.activation is not None:
-        spec_later = call.casts.activation
-    agree = spec == spec_later
-    carrier = call.casts.backend(now, x.device).carrier
-    first = cast(role, x, spec, call.recording, keep_codes=agree and needed_later, carrier=carrier)
-    raise_live_slot(role, first.amax, call.recording)
-    if not needed_later or agree:
-        return first, first if needed_later else None
-    second = cast(role, x, spec_later, call.recording, keep_codes=True, carrier=None)
-    raise_live_slot(role, second.amax, call.recording)
-    return first, second
+    """The casts of `x` for the output GEMM and for a `later` one of backward, None if none: one where they agree."""
+    spec, carrier = call.casts.spec(OUTPUT, role), call.casts.backend(OUTPUT, x.device).carrier
+    spec_later = None if later is None else call.casts.spec(later, role)
+    counted = not call.casts.runs_in_compute(OUTPUT)
+    now = call.caster.cast(
+        role, x, spec, keep_codes=spec_later == spec, carrier=carrier, counted=counted, source=source
+    )
+    if spec_later is None or spec_later == spec:
+        return now, None if spec_later is None else now
+    assert later is not None
+    counted = not counted and not call.casts.runs_in_compute(later)
+    return now, call.caster.cast(role, x, spec_later, keep_codes=True, carrier=None, counted=counted, source=source)
 
 
-def _cast_input(x: Tensor, rows: Tensor, call: _Call, needed_later: bool) -> tuple[Cast, Cast | None]:
-    return _cast_for(OUTPUT, GRAD_WEIGHT, "input", rows, call, needed_later)
-
-
-def _saved(ctx: Any, gemm: Gemm) -> Cast:
-    """The right-hand operand of a backward GEMM from what forward saved."""
+def _restored(ctx: Any, gemm: Gemm) -> Cast:
+    """The right-hand operand of a backward GEMM, from what forward saved."""
     call: _Call = ctx.call
-    at = 0 if gemm is GRAD_WEIGHT else 1
-    codes, dequant_scale = ctx.saved_tensors[2 * at : 2 * at + 2]
-    if gemm is GRAD_INPUT and ctx.weight_by_reference:
-        return cast("weight", codes, call.casts.spec(gemm, "weight"), call.recording, keep_codes=True, carrier=None)
-    return Cast(codes, None, dequant_scale, None, ctx.formats[at])
+    saved: _Saved = ctx.saved[gemm.name]
+    codes, dequant_scale = ctx.saved_tensors[saved.at : saved.at + 2]
+    if saved.format is not None:
+        return Cast(codes, None, dequant_scale, saved.format)
+    spec = call.casts.spec(gemm, gemm.right)
+    return call.caster.cast(gemm.right, codes.detach(), spec, keep_codes=True, carrier=None, counted=False)

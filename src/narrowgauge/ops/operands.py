@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics import kernels, rounding
+from narrowgauge.numerics import kernels, rounding, scaling
 from narrowgauge.numerics.formats import TF32, Format
 from narrowgauge.ops.backends import Backend
 from narrowgauge.ops.matmul import Factor
+from narrowgauge.ops.shared import SharedInputs
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors.cast import cast_operand
 from narrowgauge.tensors.quantized import QuantizedTensor
@@ -28,40 +29,33 @@ class DelayedSlots(NamedTuple):
 class Counter(Protocol):
     """Takes what the casts of a sampled step did to each role's tensor."""
 
-    def add(
-        self, role: str, numel: int, saturated: int | Tensor, flushed: int | Tensor, amax: Tensor | None
-    ) -> None:
+    def add(self, role: str, numel: int, saturated: int | Tensor, flushed: int | Tensor, amax: Tensor | None) -> None:
         """Count one cast of `numel` values. Counts may be tensors, so that no device is waited for."""
         ...
 
 
-class Recording(NamedTuple):
-    """What a cast reads and leaves behind beside its result."""
-
-    delayed: Mapping[str, DelayedSlots]
-    record: bool
-    counter: Counter | None
-
-
 class Cast(NamedTuple):
-    """A tensor cast for a product: its codes, its values in a carrier dtype, or both; x ~ value * dequant_scale."""
+    """A tensor cast for products: its codes, its values in a carrier dtype, or both; x ~ value * dequant_scale.
+
+    quant_scale: the delayed scale that it was cast with, else None. saturated, flushed: counts, where asked for.
+    """
 
     codes: Tensor | None
     carrier: Tensor | None
     dequant_scale: Tensor | None
-    amax: Tensor | None
     format: Format
+    amax: Tensor | None = None
+    quant_scale: Tensor | None = None
+    saturated: int | Tensor = 0
+    flushed: int | Tensor = 0
 
     def factor(self, backend: Backend) -> Factor:
         """The factor of a product on `backend`: codes for scaled_mm, else the values in its carrier dtype."""
-        if backend.carrier is None:
-            assert self.codes is not None
-            return Factor(self.codes, self.dequant_scale, self.format)
-        if self.carrier is None or self.carrier.dtype is not backend.carrier:
+        values = self.codes if backend.carrier is None else self.carrier
+        if backend.carrier is not None and (values is None or values.dtype is not backend.carrier):
             assert self.codes is not None
             values = carried(self.codes, self.format, backend.carrier)
-        else:
-            values = self.carrier
+        assert values is not None
         return Factor(values, self.dequant_scale, self.format)
 
 
@@ -70,46 +64,95 @@ def carried(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     return kernels.dequantize(codes, None, fmt, dtype) if fmt.is_narrow else codes.to(dtype)
 
 
-def cast(
-    role: str, x: Tensor, spec: CastSpec, recording: Recording, *, keep_codes: bool, carrier: torch.dtype | None
-) -> Cast:
-    """Cast the operand `role` (2-dimensional, any floating dtype) by `spec`.
+class Caster(NamedTuple):
+    """Casts the operands of one call of a linear layer, and keeps the books: amax slots, counts, shared inputs.
 
-    A delayed scale is read from the role's slots, and with `recording.record` its live slot is raised to the amax.
-    Raises RecipeError where a delayed cast has no slots.
+    delayed: slots of the roles with a delayed scale. record: whether live slots are raised. counter: told of every
+    counted cast. shared: casts of inputs by sibling layers.
     """
+
+    delayed: Mapping[str, DelayedSlots]
+    record: bool
+    counter: Counter | None
+    shared: SharedInputs[Cast] | None
+
+    def cast(
+        self,
+        role: str,
+        x: Tensor,
+        spec: CastSpec,
+        *,
+        keep_codes: bool,
+        carrier: torch.dtype | None,
+        counted: bool = True,
+        source: Tensor | None = None,
+    ) -> Cast:
+        """Cast `x`, the 2-dimensional operand `role`, and raise the role's live amax.
+
+        keep_codes: whether the codes are needed beside the carrier. counted: whether the counter is told. source: the
+        tensor that `x` is a view of, under which siblings find the cast; None: it is not shared.
+        Raises RecipeError where a delayed cast has no slots.
+        """
+        slots = self.delayed.get(role) if spec.is_delayed else None
+        if spec.is_delayed and slots is None:
+            raise RecipeError(f"{role} is cast by '{spec}': expected its slots in `delayed`, found none")
+        quant_scale = None if slots is None else slots.quant_scale
+        count = counted and self.counter is not None
+        key = (spec, keep_codes, carrier, count)
+        done = self._found(source, key, quant_scale)
+        if done is None:
+            done = cast_by(x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count)
+            if self.shared is not None and source is not None:
+                self.shared.put(source, key, done)
+        if count and self.counter is not None:
+            self.counter.add(role, x.numel(), done.saturated, done.flushed, done.amax)
+        if self.record and slots is not None and done.amax is not None:
+            live = slots.history[:1]
+            live.copy_(torch.maximum(live, done.amax))  # maximum keeps NaN, and repeating it changes nothing
+        return done
+
+    def _found(self, source: Tensor | None, key: tuple[object, ...], quant_scale: Tensor | None) -> Cast | None:
+        """A sibling's cast of the same tensor by the same spec and scale."""
+        if self.shared is None or source is None:
+            return None
+        done = self.shared.get(source, key)
+        if done is None or quant_scale is None:
+            return done
+        # comparing two delayed scales is free on a CPU only; elsewhere it would wait for the device at every layer
+        same = quant_scale.device.type == "cpu" and done.quant_scale is not None
+        return done if same and torch.equal(done.quant_scale, quant_scale) else None  # type: ignore[arg-type]
+
+
+def cast_by(
+    x: Tensor,
+    spec: CastSpec,
+    quant_scale: Tensor | None,
+    *,
+    keep_codes: bool,
+    carrier: torch.dtype | None,
+    count: bool,
+) -> Cast:
+    """Cast `x` by `spec`; quant_scale: the delayed scale, or None. Codes are kept where there is no carrier."""
     if isinstance(x, QuantizedTensor):
         if x.spec.format is spec.format and (x.spec == spec or not spec.is_scaled):
             # the stored codes are the operand: casting their values again could only lose
-            return Cast(x.codes, None, x.dequant_scale, None, spec.format)
+            return Cast(x.codes, None, x.dequant_scale, spec.format, x.amax if count else None)
         x = x.dequantize()
     if not spec.is_scaled and not spec.format.is_narrow:
-        return _cast_wide(role, x, spec.format, recording.counter)
-    quant_scale = None
-    if spec.is_delayed:
-        if role not in recording.delayed:
-            raise RecipeError(f"{role} has a delayed scale: expected its slots in `delayed`, found none")
-        quant_scale = recording.delayed[role].quant_scale
-    counter = recording.counter
-    done = cast_operand(
-        x, spec, quant_scale, keep_codes=keep_codes or carrier is None, carrier=carrier, count=counter is not None
+        return _cast_wide(x, spec.format, count)
+    keep_codes = keep_codes or carrier is None
+    done = cast_operand(x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count)
+    # a delayed scale lives in a buffer that the next roll overwrites: what was used is kept
+    used = None if quant_scale is None else quant_scale.clone()
+    return Cast(
+        done.codes, done.carrier, done.dequant_scale, spec.format, done.amax, used, done.saturated, done.flushed
     )
-    if counter is not None:
-        counter.add(role, x.numel(), done.saturated, done.flushed, done.amax)
-    return Cast(done.codes, done.carrier, done.dequant_scale, done.amax, spec.format)
 
 
-def raise_live_slot(role: str, amax: Tensor | None, recording: Recording) -> None:
-    """Raise the live amax of `role` to at least `amax`; NaN and infinity stay visible there. Idempotent."""
-    if recording.record and amax is not None and role in recording.delayed:
-        live = recording.delayed[role].history[:1]
-        live.copy_(torch.maximum(live, amax))
-
-
-def _cast_wide(role: str, x: Tensor, fmt: Format, counter: Counter | None) -> Cast:
+def _cast_wide(x: Tensor, fmt: Format, count: bool) -> Cast:
     """Cast to an unscaled wide format: by torch's own cast, which overflows as IEEE 754 does."""
     codes = rounding.encode(x, fmt) if fmt is TF32 else x.to(fmt.dtype)
-    if counter is not None:
-        saturated = (x.float().abs() > fmt.max).sum()
-        counter.add(role, x.numel(), saturated, ((x != 0) & (codes == 0)).sum(), x.abs().amax() if x.numel() else None)
-    return Cast(codes, None, None, None, fmt)
+    if not count:
+        return Cast(codes, None, None, fmt)
+    saturated, flushed = (x.float().abs() > fmt.max).sum(), ((x != 0) & (codes == 0)).sum()
+    return Cast(codes, None, None, fmt, scaling.tensor_amax(x), None, saturated, flushed)
