@@ -1,0 +1,76 @@
+"""Conversion: linear layers and norms swap their class in place; every other object of the model stays what it was."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from narrowgauge.layers import sharing
+from narrowgauge.layers.kinds import NORMS, Kind, kind_of
+from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.report import ConversionReport, report
+from narrowgauge.numerics.formats import FP32
+from narrowgauge.recipes import library
+from narrowgauge.recipes.select import Candidate, Selection, select, unmatched_globs
+from narrowgauge.recipes.spec import Recipe
+
+
+def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
+    """Make the linear layers and norms of `model` run by `recipe`, in place.
+
+    Parameters, buffers, hooks, ties and `requires_grad` are not touched; a module that is registered twice is converted
+    once. Only nn.Linear, nn.LayerNorm and nn.RMSNorm themselves are swapped: subclasses, parametrized layers and layers
+    whose weight a hook computes are skipped and reported. Converting again by the same recipe changes nothing; by
+    another one, the layers take it up and forget the scaling state of the first.
+
+    Returns what every layer runs in, and why. Raises RecipeError for an unknown recipe.
+    """
+    recipe = library.recipe(recipe).resolve(device_of(model))
+    linears = {name: module for name, module in model.named_modules() if kind_of(module) is Kind.LINEAR}
+    candidates = [Candidate(name, m.in_features, m.out_features) for name, m in linears.items()]  # type: ignore[arg-type]
+    for glob in unmatched_globs(candidates, recipe):
+        warnings.warn(f"recipe '{recipe.name}': '{glob}' matches no linear layer; check its spelling", stacklevel=2)
+    for selection in select(candidates, recipe):
+        _convert_linear(linears[selection.name], recipe, selection)
+    for module in model.modules():
+        if type(module) in NORMS:
+            module.__class__ = NORMS[type(module)]
+        _share_inputs(module)
+    return report(model)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; the CPU where there is none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> None:
+    if not selection.quantized and recipe.compute is FP32 and not recipe.tf32:
+        _restore(module)  # float32 products of float32 operands: torch's own
+        return
+    module.__class__ = Linear
+    assert isinstance(module, Linear)
+    module.configure(recipe, selection.quantized, selection.reason)
+
+
+def _restore(module: nn.Module) -> None:
+    if isinstance(module, Linear):
+        module.attach_delayed({})
+        for name in [
+            n for n in module.__dict__ if n in Linear.__annotations__ or n in ("delayed_rules", "rolls_at_step")
+        ]:
+            del module.__dict__[name]
+        module.__class__ = nn.Linear
+
+
+def _share_inputs(parent: nn.Module) -> None:
+    """Let the quantized children of `parent` share casts of what they read, but in a sequence: it feeds each another."""
+    quantized = [child for child in parent.children() if isinstance(child, Linear) and child.quantized]
+    if len(quantized) > 1 and not isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        sharing.install(parent)
+    else:
+        sharing.remove(parent)

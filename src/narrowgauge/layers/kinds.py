@@ -1,0 +1,48 @@
+"""What a module is to the conversion: a linear layer, a norm, one that is skipped, or none of its business."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.norm import LayerNorm, RMSNorm
+
+NORMS: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
+
+
+class Kind(Enum):
+    """LINEAR and NORM can be swapped; SKIPPED is a linear layer that cannot; OTHER runs as it is."""
+
+    LINEAR = "linear"
+    NORM = "norm"
+    SKIPPED = "skipped"
+    OTHER = "other"
+
+
+def kind_of(module: nn.Module) -> Kind:
+    """Decide by the exact class: a subclass may compute something else in its forward."""
+    if skip_reason(module) is not None:
+        return Kind.SKIPPED
+    if type(module) in (nn.Linear, Linear):
+        return Kind.LINEAR
+    if type(module) in NORMS or type(module) in NORMS.values():
+        return Kind.NORM
+    return Kind.OTHER
+
+
+def skip_reason(module: nn.Module) -> str | None:
+    """Why a module that is an nn.Linear cannot be swapped, or None."""
+    if not isinstance(module, nn.Linear):
+        return None
+    if parametrize.is_parametrized(module):
+        names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
+        return f"parametrized ({names}): remove the parametrization to convert it"
+    if type(module) not in (nn.Linear, Linear):
+        owner = "a forward of its own" if type(module).forward is not nn.Linear.forward else "a class of its own"
+        return f"{type(module).__name__} is a subclass of nn.Linear with {owner}"
+    if "weight" not in module._parameters:
+        return "its weight is computed by a hook (weight_norm, spectral_norm): remove it to convert the layer"
+    return None

@@ -1,0 +1,108 @@
+"""What every layer runs in, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.layers.kinds import Kind, kind_of, skip_reason
+from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.norm import LayerNorm, RMSNorm
+
+CONVERTED = "converted"  # the recipe's own arithmetic
+KEPT = "kept"  # the compute dtype, or as it was
+SKIPPED = "skipped"  # could not be converted
+COLUMNS = ("name", "module", "status", "backend", "reason")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer. name: dotted, "" for the root. module: its class. status: converted, kept or skipped.
+
+    backend: scaled_mm, native or emulated for a linear layer that narrowgauge runs (several joined by "+" where its GEMMs
+    differ), "torch" for a module that runs its own code. reason: why, in words.
+    """
+
+    name: str
+    module: str
+    status: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Rows in the model's order, and notes on what was done beside converting. `str()` is a table."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of the layer of that name; KeyError where there is none."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def counts(self) -> dict[str, int]:
+        """Number of rows by status."""
+        return {status: sum(row.status == status for row in self.rows) for status in (CONVERTED, KEPT, SKIPPED)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"rows": [{column: text}], "notes": [text]}, of plain types that `json` writes."""
+        return {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        cells = [COLUMNS, *((row.name or "(root)", *list(asdict(row).values())[1:]) for row in self.rows)]
+        widths = [max(len(row[at]) for row in cells) for at in range(len(COLUMNS) - 1)]
+        lines = []
+        for row in cells:
+            fixed = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+            lines.append("  ".join([*fixed, row[-1]]).rstrip())
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def report(model: nn.Module) -> ConversionReport:
+    """What every layer of `model` runs in now: the linear layers, norms, and other modules with parameters of their own.
+
+    A module that is registered under several names has one row, under the first.
+    """
+    notes: tuple[str, ...] = getattr(model, "_narrowgauge_notes", ())
+    rows = (_row(name, module) for name, module in model.named_modules())
+    return ConversionReport(tuple(row for row in rows if row is not None), notes)
+
+
+def _row(name: str, module: nn.Module) -> Row | None:
+    label = type(module).__name__
+    kind = kind_of(module)
+    if kind is Kind.SKIPPED:
+        return Row(name, label, SKIPPED, "torch", skip_reason(module) or "")
+    if isinstance(module, Linear) and module.recipe is not None:
+        backend = module.training_casts.describe(_device(module))
+        status = CONVERTED if module.quantized else KEPT
+        return Row(name, label, status, backend.name, f"{module.reason}; {backend.reason}")
+    if kind is Kind.LINEAR:
+        return Row(name, label, KEPT, "torch", "runs in its own dtype: nothing to convert, or not converted yet")
+    if isinstance(module, (LayerNorm, RMSNorm)):
+        return Row(name, label, CONVERTED, "torch", "statistics in float32")
+    if kind is Kind.NORM or module._parameters:
+        return Row(name, label, KEPT, "torch", "no linear layer: runs as it is" if kind is Kind.OTHER else "as it is")
+    return None
+
+
+def _device(module: nn.Linear) -> torch.device:
+    # a layer that is still on the meta device is described as for the device that it will most likely get
+    if not module.weight.is_meta:
+        return module.weight.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
