@@ -52,6 +52,7 @@ class TrainConfig:
         compile: torch.compile the model.
         device: cpu, cuda, or auto.
         threads: CPU threads; 0 takes torch's choice. A run is bitwise repeatable with the same number of threads.
+        cache_dir: folder of tokenizers and token files, keyed by the content of the text.
         name: the run's folder below `runs_dir`; left out: made from model, recipe and time.
         runs_dir: folder of all runs.
         tensorboard: also write TensorBoard event files.
@@ -83,6 +84,7 @@ class TrainConfig:
     compile: bool = False
     device: str = "auto"
     threads: int = 0
+    cache_dir: str = ".cache/narrowgauge"
     name: str | None = None
     runs_dir: str = "runs"
     tensorboard: bool = False
@@ -97,7 +99,7 @@ class TrainConfig:
             _require(_is_finite(_value(self, key)) and _value(self, key) >= 0, key, _value(self, key), "0 or more")
         for key in ("optimizer.lr", "optimizer.eps", "divergence.spreads", "divergence.floor"):
             _require(_is_finite(_value(self, key)) and _value(self, key) > 0, key, _value(self, key), "more than 0")
-        for key in ("optimizer.beta1", "optimizer.beta2", "data.validation_fraction"):
+        for key in ("optimizer.beta1", "optimizer.beta2"):
             _require(0 <= _value(self, key) < 1, key, _value(self, key), "at least 0 and less than 1")
         _require(
             0 <= self.schedule.final_fraction <= 1, "schedule.final_fraction", self.schedule.final_fraction, "0 to 1"
@@ -107,7 +109,8 @@ class TrainConfig:
         )
         self.torch_device()
         self.build_recipe()
-        context = self.model.build(self.data.vocabulary_size).context
+        self.data.build()
+        context = self.model.build(self.data.vocab_size).context
         if self.sequence_length > context:
             raise ConfigError(
                 f"sequence_length={self.sequence_length}: expected at most the model's context, {context}: "
@@ -158,7 +161,7 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "seed", "threads", "sample_tokens",
-    "optimizer.weight_decay", "schedule.warmup_steps", "data.max_bytes",
+    "optimizer.weight_decay", "schedule.warmup_steps",
 )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from narrowgauge.data import prepare
+from narrowgauge.data.corpus import DEFAULT_CORPUS
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.presets import DEFAULT_PRESET, preset
 
@@ -67,23 +69,33 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Where the text comes from and how it is cut into tokens.
+    """Where the text comes from and how it becomes tokens. See `narrowgauge.data.prepare`.
 
     Args:
-        corpus: `python` (the running Python's own text), a glob over text, JSONL or Parquet files, or `hf:NAME`.
+        corpus: python (the running Python's own text), a glob over text, JSONL or Parquet files, or hf:NAME.
         text_field: the field of a JSONL or Parquet row, or of a data set, that holds the text.
-        vocabulary_size: entries of the byte-level BPE tokenizer.
+        split: which split of a Hugging Face data set.
+        max_bytes: read at most this much text; null for all of it.
+        tokenizer: bpe (trained on the text), bytes, or the path of a byte-level tokenizer.json.
+        vocab_size: entries of the trained tokenizer.
         validation_fraction: share of the documents kept for validation.
-        max_bytes: read at most this much text (0: all of it).
-        cache_dir: folder of tokenizers and token files, keyed by content.
+        split_seed: which documents those are.
+        tokenizer_bytes: the tokenizer is trained on about this much text.
     """
 
-    corpus: str = "python"
+    corpus: str = DEFAULT_CORPUS
     text_field: str = "text"
-    vocabulary_size: int = 2048
+    split: str = "train"
+    max_bytes: int | None = None
+    tokenizer: str = "bpe"
+    vocab_size: int = 4096
     validation_fraction: float = 0.05
-    max_bytes: int = 0
-    cache_dir: str = ".cache/narrowgauge"
+    split_seed: int = 0
+    tokenizer_bytes: int = 64 << 20
+
+    def build(self) -> prepare.DataConfig:
+        """The data layer's configuration. Raises ConfigError for values out of range."""
+        return prepare.DataConfig(**dataclasses.asdict(self))
 
 
 @dataclass

@@ -1,0 +1,19 @@
+"""From counts by layer and role to one figure a role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MEASURES = ("saturated", "flushed")
+
+
+def shares_by_role(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """{role: {"saturated": share, "flushed": share}}: means over the layers of {layer: {role: {measure: share}}}."""
+    by_role: dict[str, list[Mapping[str, float]]] = {}
+    for roles in layers.values():
+        for role, measures in roles.items():
+            by_role.setdefault(role, []).append(measures)
+    return {
+        role: {measure: sum(found[measure] for found in all_found) / len(all_found) for measure in MEASURES}
+        for role, all_found in by_role.items()
+    }

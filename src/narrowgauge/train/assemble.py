@@ -1,0 +1,97 @@
+"""From a configuration to the things that train: data, model, optimizer, scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.data.loader import BatchStream
+from narrowgauge.data.prepare import Dataset, prepare_data
+from narrowgauge.layers.report import ConversionReport, report
+from narrowgauge.models.gpt import GPT
+from narrowgauge.optim.scaler import LossScaler
+from narrowgauge.prepare import prepare
+from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.sections import OptimizerConfig
+
+
+@dataclass
+class Parts:
+    """All that a run trains with. `state` and `load_state` hold what is neither in the model nor in the optimizer."""
+
+    device: torch.device
+    dataset: Dataset
+    stream: BatchStream
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    report: ConversionReport
+
+    def state(self) -> dict[str, Any]:
+        """Loss scaler, position in the data and random states, as plain state for a checkpoint."""
+        random: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        return {"scaler": self.scaler.state_dict(), "data": self.stream.state_dict(), "random": random}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave. Raises CheckpointError where the data are not the same."""
+        self.scaler.load_state_dict(state["scaler"])
+        self.stream.load_state_dict(state["data"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+
+
+def assemble(config: TrainConfig, on_progress: Callable[[str], None]) -> Parts:
+    """Read the text, build the model with the seed's weights, prepare it for the recipe.
+
+    Sets torch's random seed and number of threads. Raises DataError, ConfigError or RecipeError.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    device = config.torch_device()
+    dataset = prepare_data(config.data.build(), config.cache_dir, on_progress)
+    model = build_model(config, dataset.tokenizer.vocab_size).to(device)
+    sequence_length = config.sequence_length or model.config.context
+    stream = BatchStream(dataset.train, config.batch_size, sequence_length, config.seed)
+    recipe = config.build_recipe().resolve(device)
+    optimizer = build_optimizer(model, config.optimizer)
+    _, prepared = prepare(model, optimizer, recipe, max_skips=config.max_skips)
+    assert prepared is not None  # an optimizer was given
+    if config.compile:
+        on_progress("compiling the model at its first step")
+        model.compile()
+    scaler = LossScaler(recipe, device=device.type)
+    return Parts(device, dataset, stream, model, prepared, scaler, report(model))
+
+
+def build_model(config: TrainConfig, vocab_size: int) -> GPT:
+    """The model with the seed's initial weights, on the CPU: the same on every device that it moves to."""
+    return GPT(
+        config.model.build(vocab_size),
+        device="cpu",
+        generator=torch.Generator().manual_seed(config.seed),
+        activation_checkpointing=config.activation_checkpointing,
+    )
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW with two groups: matrices, which decay, and vectors, which do not."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=config.fused,
+    )

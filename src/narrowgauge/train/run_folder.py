@@ -1,0 +1,159 @@
+"""A run's folder: `config.yaml`, `journal.jsonl`, `checkpoints/step-000100/`, and who may write into it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.train.checkpoint import save
+from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.folder import remove_unfinished, verify, write_file
+
+LAST_GOOD = "last-good"  # asks for the newest checkpoint that is whole
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+@dataclass
+class RunFolder:
+    """Paths of one run, and its checkpoints. `lock` before writing."""
+
+    path: Path
+    _lock: int | None = None
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, config: TrainConfig) -> RunFolder:
+        """Make the folder of a new run and write its configuration. Raises ConfigError where the folder is taken."""
+        assert config.name is not None  # `run` names every run
+        folder = cls(Path(config.runs_dir) / config.name)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.lock()
+        if folder.config.exists():
+            raise ConfigError(
+                f"name={config.name!r}: expected a new run, found one in {folder.path}: "
+                f"choose another name, or continue it with `narrowgauge resume {folder.path}`"
+            )
+        folder.checkpoints.mkdir(exist_ok=True)
+        write_file(folder.config, config.to_yaml())
+        return folder
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunFolder:
+        """An existing run. Raises ConfigError where `path` is none."""
+        folder = cls(Path(path))
+        if not folder.config.is_file():
+            raise ConfigError(f"{path}: expected a run folder, found no config.yaml in it: give the folder of a run")
+        return folder
+
+    def lock(self) -> None:
+        """Become the only process that writes. Raises ConfigError where another one is at it."""
+        self._lock = os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+        except BlockingIOError:
+            self.unlock()
+            raise ConfigError(
+                f"{self.path}: expected a run that nobody writes, found another process training: wait, or stop it"
+            ) from None
+
+    def unlock(self) -> None:
+        """Let others write; a second call does nothing."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def read_config(self) -> TrainConfig:
+        """The run's configuration, checked. Raises ConfigError."""
+        try:
+            config = TrainConfig.from_yaml(self.config.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{self.config}: expected a readable file, found {error.strerror}") from None
+        config.check()
+        return config
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints that are there, whole or not, in rising order."""
+        if not self.checkpoints.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or goes."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    def choose(self, wanted: str | None) -> int | None:
+        """The step to continue from; None where there is no checkpoint yet.
+
+        wanted: None for the newest; "last-good" for the newest whole one; else a name such as step-000100. Raises
+        CheckpointError where that one is missing, truncated or corrupt, naming the newest good one.
+        """
+        remove_unfinished(self.checkpoints)
+        steps = self.steps()
+        if wanted == LAST_GOOD:
+            return self._last_good(steps, "no checkpoint is whole")
+        if wanted is None:
+            if not steps:
+                return None
+            step = steps[-1]
+        else:
+            match = _STEP.fullmatch(wanted)
+            step = int(match[1]) if match else -1
+            if step not in steps:
+                names = ", ".join(self.checkpoint(s).name for s in steps) or "none"
+                raise CheckpointError(
+                    f"{self.path}: expected a checkpoint '{wanted}', found {names}: choose one of those"
+                )
+        try:
+            verify(self.checkpoint(step))
+        except CheckpointError as error:
+            good = self._last_good([s for s in steps if s != step], str(error))
+            raise CheckpointError(
+                f"{error}. The last good checkpoint is {self.checkpoint(good).name}: continue from it with "
+                f"`narrowgauge resume {self.path} --checkpoint {self.checkpoint(good).name}`"
+            ) from None
+        return step
+
+    def save(self, step: int, keep_last: int, model: nn.Module, optimizer: torch.optim.Optimizer, **extra: Any) -> Path:
+        """Write the checkpoint of `step`, then remove all but the last `keep_last`. Raises CheckpointError."""
+        path = save(self.checkpoint(step), model, optimizer, step=step, **extra)
+        earlier = [s for s in self.steps() if s < step]
+        for old in earlier[: max(len(earlier) - (keep_last - 1), 0)]:
+            shutil.rmtree(self.checkpoint(old), ignore_errors=True)
+        return path
+
+    def remove_after(self, step: int) -> list[Path]:
+        """Remove checkpoints newer than `step`, which belong to the path not taken; returns where they were."""
+        newer = [self.checkpoint(s) for s in self.steps() if s > step]
+        for path in newer:
+            shutil.rmtree(path, ignore_errors=True)
+        return newer
+
+    def _last_good(self, steps: list[int], problem: str) -> int:
+        for step in reversed(steps):
+            try:
+                verify(self.checkpoint(step))
+            except CheckpointError:
+                continue
+            return step
+        raise CheckpointError(f"{problem}. No other checkpoint of {self.path} is whole: start the run anew")

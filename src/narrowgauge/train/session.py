@@ -1,0 +1,280 @@
+"""One process's part of a run: from its beginning or a checkpoint to its end, a signal, or divergence."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from narrowgauge import __version__
+from narrowgauge.errors import CheckpointError
+from narrowgauge.layers.statistics import collect
+from narrowgauge.observe import journal as journals
+from narrowgauge.observe.journal import Journal
+from narrowgauge.observe.ledger import Ledger, SavedActivations, ledger
+from narrowgauge.observe.shares import shares_by_role
+from narrowgauge.recipes.serialize import to_dict
+from narrowgauge.train import events
+from narrowgauge.train.assemble import Parts
+from narrowgauge.train.checkpoint import load
+from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.evaluate import evaluate
+from narrowgauge.train.events import Evaluated, OnEvent, Result, Status
+from narrowgauge.train.folder import size_bytes
+from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.sample import sample_text
+from narrowgauge.train.schedule import learning_rate
+from narrowgauge.train.signals import Interruption
+from narrowgauge.train.step import StepResult, optimizer_step
+from narrowgauge.train.watch import Watch
+
+
+class Session:
+    """Steps, validations and checkpoints in order, the journal beside them. `begin`, then `train`, then `close`."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, on_event: OnEvent, parts: Parts) -> None:
+        self.config, self.folder, self.emit, self.parts = config, folder, on_event, parts
+        self.step = 0
+        self.watch = Watch(config)
+        self.evaluation: Evaluated | None = None
+        self.ledger: Ledger | None = None
+        self.train_s = 0.0
+        self.tokens_per_step = config.batch_size * config.accumulation * parts.stream.sequence_length
+        self._first_step = 0
+        self._journal: Journal | None = None
+        self._journal_is_behind = False
+
+    def begin(self, start: int | None) -> None:
+        """Open the journal, take in the checkpoint of step `start` if there is one, and say what will be trained."""
+        path = None if start is None else self.folder.checkpoint(start)
+        if path is None or not self.folder.journal.exists():
+            self._journal = Journal.create(self.folder.journal, self._header())
+        else:
+            self._take_in(journals.cut(self.folder.journal, start or 0))
+            self._journal = Journal(self.folder.journal)
+        if path is not None:
+            extra = load(path, self.parts.model, self.parts.optimizer)
+            self.parts.load_state(extra)
+            self.step = self._first_step = int(extra["step"])
+            self._write("resumed", versions=_versions())
+        for removed in self.folder.remove_after(self.step):
+            self._warn(f"{removed} was removed: the run goes on from step {self.step}")
+        self.emit(
+            events.RunStarted(
+                step=self.step,
+                run_dir=self.folder.path,
+                config=self.config,
+                steps=self.config.steps,
+                parameters=self.parts.model.parameter_count(),
+                tokens_per_step=self.tokens_per_step,
+                train_tokens=len(self.parts.dataset.train.tokens),
+                report=self.parts.report,
+                device=str(self.parts.device),
+                resumed_from=path,
+            )
+        )
+
+    def train(self, interruption: Interruption) -> Result:
+        """Go on to the last step, or to the end of the step in which a signal arrives."""
+        config = self.config
+        evaluated_step = self.evaluation.step if self.evaluation else 0
+        if self.step > evaluated_step and self._is_due(config.eval_every):
+            self._evaluate()  # the signal that ended the run at this step left it out
+        while self.step < config.steps:
+            self._step()
+            is_last = self.step == config.steps
+            if interruption.requested and not is_last:
+                self._save(must_succeed=True)
+                return self._finish(Status.INTERRUPTED)
+            if is_last or self._is_due(config.eval_every):
+                self._evaluate()
+            if is_last or self._is_due(config.save_every):
+                self._save(must_succeed=is_last)
+        self._sample()
+        return self._finish(Status.FINISHED)
+
+    def close(self) -> None:
+        """Close the journal; a second call does nothing."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def on_signal(self, name: str) -> None:
+        """Say that the run will stop: called from the signal handler."""
+        self.emit(events.Interrupting(step=self.step, signal=name))
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _step(self) -> None:
+        config, parts = self.config, self.parts
+        lr = learning_rate(self.step, config.steps, config.optimizer.lr, config.schedule)
+        for group in parts.optimizer.param_groups:
+            group["lr"] = lr
+        self.step += 1
+        begin_s = time.perf_counter()
+        batches = [parts.stream.next() for _ in range(config.accumulation)]
+        batches = [(ids.to(parts.device), targets.to(parts.device)) for ids, targets in batches]
+        counted = collect(parts.model) if self._is_due(config.statistics_every) else nullcontext()
+        # torch.compile would compile a second model for the hooks that measure
+        measured = SavedActivations(parts.model) if self.ledger is None and not config.compile else None
+
+        def count_bytes() -> None:
+            if self.ledger is None and any(p.grad is not None for p in parts.model.parameters()):  # not skipped
+                self.ledger = ledger(parts.model, parts.optimizer, activation=measured.bytes if measured else None)
+
+        with counted as statistics:
+            result = optimizer_step(
+                parts.model,
+                parts.optimizer,
+                parts.scaler,
+                batches,
+                config.clip,
+                first_forward=measured,
+                before_zero_grad=count_bytes,
+            )
+        seconds = time.perf_counter() - begin_s
+        self._record(result, lr, seconds, shares_by_role(statistics.read()) if statistics else None)
+
+    def _record(
+        self, result: StepResult, lr: float, seconds: float, statistics: dict[str, dict[str, float]] | None
+    ) -> None:
+        """Put a step into the journal and the events, and stop a run that goes nowhere. Raises DivergenceError."""
+        self.train_s += seconds
+        loss_scale = float(self.parts.scaler.get_scale())
+        fields: dict[str, Any] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": self.step * self.tokens_per_step,
+            "tokens_per_s": self.tokens_per_step / seconds,
+            "skipped": result.skipped,
+            "loss_scale": loss_scale,
+        }
+        extra = {} if statistics is None else {"statistics": statistics}
+        if result.bad_parameter:
+            extra |= {"bad_parameter": result.bad_parameter}
+        self._write("step", **fields, **extra)
+        self.emit(
+            events.StepDone(step=self.step, steps=self.config.steps, seconds=seconds, statistics=statistics, **fields)
+        )
+        self.watch.note(self.step, result.loss, result.skipped)
+        if result.skipped:
+            self.emit(
+                events.Skipped(
+                    step=self.step,
+                    consecutive=self.watch.skips_in_a_row,
+                    max_skips=self.config.max_skips,
+                    parameter=result.bad_parameter,
+                    loss_scale=loss_scale,
+                )
+            )
+        self.watch.check(result.bad_parameter, loss_scale)
+
+    def _evaluate(self) -> None:
+        begin_s = time.perf_counter()
+        found = evaluate(
+            self.parts.model,
+            self.parts.dataset,
+            batch_size=self.config.batch_size,
+            sequence_length=self.parts.stream.sequence_length,
+            batches=self.config.eval_batches,
+            device=self.parts.device,
+        )
+        fields = {
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": found.bits_per_byte,
+            "tokens": found.tokens,
+        }
+        self._write("evaluation", **fields)
+        self.evaluation = Evaluated(step=self.step, seconds=time.perf_counter() - begin_s, **fields)
+        self.emit(self.evaluation)
+
+    def _save(self, *, must_succeed: bool) -> None:
+        """Write a checkpoint. Where the disk refuses it, warn and go on, unless it is the run's last word."""
+        begin_s = time.perf_counter()
+        try:
+            if self._journal is not None:
+                self._journal.sync()  # the journal must never be behind a checkpoint
+            path = self.folder.save(
+                self.step, self.config.keep_last, self.parts.model, self.parts.optimizer, **self.parts.state()
+            )
+        except (CheckpointError, OSError) as error:
+            self._warn(f"no checkpoint at step {self.step}: {error}")
+            if must_succeed:
+                raise CheckpointError(f"the run stopped without its last checkpoint: {error}") from error
+            return
+        seconds = time.perf_counter() - begin_s
+        self.emit(events.CheckpointSaved(step=self.step, path=path, bytes=size_bytes(path), seconds=seconds))
+
+    def _sample(self) -> None:
+        prompt = self.config.sample_prompt
+        if self.config.sample_tokens:
+            parts = self.parts
+            text = sample_text(
+                parts.model, parts.dataset.tokenizer, prompt, self.config.sample_tokens, seed=self.config.seed
+            )
+            self.emit(events.Sampled(step=self.step, prompt=prompt, text=text))
+
+    def _finish(self, status: Status) -> Result:
+        tokens = (self.step - self._first_step) * self.tokens_per_step
+        common: dict[str, Any] = {
+            "status": status,
+            "step": self.step,
+            "run_dir": self.folder.path,
+            "last_loss": self.watch.last_loss,
+            "evaluation": self.evaluation,
+            "ledger": self.ledger,
+        }
+        self.emit(
+            events.Finished(
+                seconds=self.train_s,
+                tokens=tokens,
+                tokens_per_s=tokens / self.train_s if self.train_s else 0.0,
+                skipped_steps=self.watch.skipped_steps,
+                **common,
+            )
+        )
+        return Result(**common)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        """Append a row to the journal; where the disk is full, say so once and keep the row for later."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.write(kind, step=self.step, **fields)
+            self._journal_is_behind = False
+        except OSError as error:
+            if not self._journal_is_behind:
+                self._journal_is_behind = True
+                message = f"the journal is not written for now: {error.strerror}; its rows are kept until it can be"
+                self.emit(events.Warned(step=self.step, message=message))
+
+    def _warn(self, message: str) -> None:
+        self._write("warning", message=message)
+        self.emit(events.Warned(step=self.step, message=message))
+
+    def _header(self) -> dict[str, Any]:
+        recipe = self.config.build_recipe().resolve(self.parts.device)
+        return {
+            "versions": _versions(),
+            "device": str(self.parts.device),
+            "threads": torch.get_num_threads(),
+            "parameters": self.parts.model.parameter_count(),
+            "recipe": to_dict(recipe),
+        }
+
+    def _take_in(self, contents: journals.Contents) -> None:
+        """Rebuild from the journal what follows from the steps before the checkpoint."""
+        for row in contents.of_kind("step"):
+            self.watch.note(row["step"], row["loss"], row["skipped"])
+        for row in contents.of_kind("evaluation")[-1:]:
+            figures = {key: row[key] for key in ("step", "loss", "perplexity", "bits_per_byte", "tokens")}
+            self.evaluation = Evaluated(seconds=0.0, **figures)
+
+
+def _versions() -> dict[str, str]:
+    return {"narrowgauge": __version__, "torch": torch.__version__}

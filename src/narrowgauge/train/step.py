@@ -1,0 +1,83 @@
+"""One optimizer step: micro-batches, loss scaling, clipping, and whether it was skipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.optim.clip import clip_grad_norm_
+from narrowgauge.optim.scaler import LossScaler
+
+Batch = tuple[Tensor, Tensor]  # ids, targets: int64 [batch_size, sequence_length]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    loss: mean over the micro-batches, nats a token. grad_norm: 2-norm of the whole unscaled gradient before clipping.
+    skipped: the gradient was not finite and nothing was changed. bad_parameter: the first with such a gradient, or "".
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    bad_parameter: str
+
+
+def optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    batches: Sequence[Batch],
+    clip: float,
+    *,
+    first_forward: AbstractContextManager | None = None,
+    before_zero_grad: Callable[[], None] | None = None,
+) -> StepResult:
+    """Run forward and backward over `batches`, then one step of the optimizer.
+
+    The gradient is the mean over the micro-batches, summed in float32 (the parameters' gradients are float32). The
+    order is: sum, unscale once, clip by the real norm, step. Gradients are None afterwards.
+
+    Args:
+        model: `model(ids, targets)` returns (logits, loss); prepared, so that it runs under its recipe's autocast.
+        optimizer: prepared: it skips by itself where a gradient is not finite.
+        clip: largest norm; 0 measures only.
+        first_forward: a context around the first micro-batch's forward pass, to measure in; None: none.
+        before_zero_grad: called when the step is done and the gradients are still there.
+
+    Raises:
+        DivergenceError: from the optimizer or the scaler, after too many skipped steps in a row.
+    """
+    total: Tensor | None = None
+    for index, (ids, targets) in enumerate(batches):
+        with first_forward if first_forward and index == 0 else nullcontext():
+            _, loss = model(ids, targets)
+        scaler.scale(loss / len(batches)).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None  # accumulation is at least 1
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(list(model.parameters()), clip or math.inf)
+    grad_norm = float(norm)
+    bad_parameter = "" if math.isfinite(grad_norm) else first_bad_gradient(model)
+    scaler.step(optimizer)
+    scaler.update()
+    if before_zero_grad is not None:
+        before_zero_grad()
+    optimizer.zero_grad(set_to_none=True)
+    skipped = bool(getattr(optimizer, "step_was_skipped", False))
+    return StepResult(float(total) / len(batches), grad_norm, skipped, bad_parameter)
+
+
+def first_bad_gradient(model: nn.Module) -> str:
+    """Name of the first parameter whose gradient holds NaN or infinity; "" where all are finite."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            return name
+    return ""

@@ -1,0 +1,100 @@
+"""The journal reads back the same bits, survives a torn last line and a full disk, and can be cut back."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.errors import CheckpointError
+from narrowgauge.observe import journal
+from narrowgauge.observe.journal import Journal
+
+
+def write(path: Path, steps: int) -> None:
+    with_header = Journal.create(path, {"recipe": "fp16"})
+    for step in range(1, steps + 1):
+        with_header.write("step", step=step, loss=1 / (3 * step))
+    with_header.close()
+
+
+def test_numbers_read_back_with_the_same_bits(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    values = [0.1, 1e-45, 2**-1074, 1.7976931348623157e308, math.inf, -math.inf, math.nan]
+    log = Journal.create(path, {})
+    log.write("step", step=1, values=values, nested={"loss": math.nan})
+    log.close()
+    row = journal.read(path).rows[0]
+    assert [v.hex() for v in row["values"][:-1]] == [v.hex() for v in values[:-1]]
+    assert math.isnan(row["values"][-1]) and math.isnan(row["nested"]["loss"])
+    assert b"NaN," not in path.read_bytes().replace(b'"NaN"', b"")  # strict JSON
+
+
+def test_a_torn_last_line_is_left_out_and_removed_by_cut(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "step", "st')
+    assert [row["step"] for row in journal.read(path).rows] == [1, 2, 3]
+    journal.cut(path, 3)
+    assert path.read_bytes() == whole
+
+
+def test_cut_keeps_everything_up_to_the_step_and_appending_goes_on_there(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, 5)
+    contents = journal.cut(path, 2)
+    assert [row["step"] for row in contents.rows] == [1, 2]
+    log = Journal(path)
+    log.write("step", step=3, loss=0.0)
+    log.close()
+    assert [row["step"] for row in journal.read(path).of_kind("step")] == [1, 2, 3]
+    journal.cut(path, 0)
+    assert journal.read(path).rows == [] and journal.read(path).header["recipe"] == "fp16"
+
+
+@pytest.mark.parametrize("damage", [b"not json\n", b"[1, 2]\n", b'{"step": 1}\n'])
+def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, 1)
+    path.write_bytes(path.read_bytes() + damage + b'{"kind": "step", "step": 2}\n')
+    with pytest.raises(CheckpointError, match="line 3"):
+        journal.read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"kind": "step", "step": 1}\n'])
+def test_a_file_without_a_header_is_no_journal(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="header"):
+        journal.read(path)
+
+
+def test_a_missing_journal_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="journal.jsonl"):
+        journal.read(tmp_path / "journal.jsonl")
+
+
+def test_a_row_that_a_full_disk_tears_is_taken_back_and_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    log = Journal.create(path, {})
+    real = os.write
+
+    def half_then_full(descriptor: int, data: bytes) -> int:
+        if len(data) < 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half_then_full)
+    with pytest.raises(OSError, match="No space"):
+        log.write("step", step=1)
+    assert journal.read(path).rows == []
+    monkeypatch.undo()
+    log.write("step", step=2)
+    log.close()
+    assert [row["step"] for row in journal.read(path).rows] == [1, 2]
