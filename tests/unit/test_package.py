@@ -6,7 +6,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,17 +38,10 @@ def test_heavy_packages_stay_out_until_a_model_is_prepared():
     assert not {name for name in HEAVY if name in loaded} - {"triton"}  # torch itself may probe triton
 
 
-@pytest.mark.slow
 def test_importing_takes_less_than_half_a_second_beyond_torch():
-    imports = {"torch": "import torch, numpy", "both": "import torch, numpy, narrowgauge"}
-    seconds = {name: [] for name in imports}
-    for _ in range(3):  # taking turns, so that a busy spell of the machine meets both
-        for name, code in imports.items():
-            start = time.perf_counter()
-            run_python(code)
-            seconds[name].append(time.perf_counter() - start)
-    beyond_s = statistics.median(seconds["both"]) - statistics.median(seconds["torch"])
-    assert beyond_s < ALLOWED_IMPORT_S, seconds
+    # processor time: what other processes do meanwhile must not decide; benchmarks/import_time.py has the wall clock
+    code = "import torch, numpy, time; t = time.process_time(); import narrowgauge; print(time.process_time() - t)"
+    assert statistics.median(float(run_python(code)) for _ in range(3)) < ALLOWED_IMPORT_S
 
 
 def test_every_public_name_resolves():

@@ -1,0 +1,119 @@
+"""Commands that read a run: `eval`, `generate`, `export`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from narrowgauge.cli.arguments import Parser
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Print loss, perplexity and bits per byte of a run's model on validation text."""
+    parser = _run_parser(
+        "eval",
+        "Loss, perplexity and bits per byte on the validation split, in the run's own precision.",
+        [
+            "narrowgauge eval runs/NAME",
+            "narrowgauge eval runs/NAME --batches 0 --json",
+            "narrowgauge eval runs/NAME --corpus 'texts/*.txt'",
+        ],
+    )
+    parser.add_argument("--corpus", help="another corpus, read in the run's tokens (default: the run's)")
+    parser.add_argument("--batches", type=int, help="batches to read; 0: all (default: as many as in training)")
+    parser.add_json_option()
+    arguments = parser.parse(argv)
+    if arguments.batches is not None and arguments.batches < 0:
+        parser.error(f"--batches: expected 0 or more, found {arguments.batches}")
+
+    from narrowgauge.cli.console import print_json, print_table
+    from narrowgauge.train.trained import Trained
+
+    trained = Trained.open(arguments.run, arguments.checkpoint, arguments.device)
+    dataset = trained.dataset(arguments.corpus, _say)
+    batches = trained.config.eval_batches if arguments.batches is None else arguments.batches
+    found = trained.evaluate(dataset, batches or None)
+    figures = {
+        "run": str(trained.folder.path),
+        "step": trained.step,
+        "recipe": trained.config.recipe,
+        "corpus": arguments.corpus or trained.config.data.corpus,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+        "tokens": found.tokens,
+        "text_bytes": found.text_bytes,
+    }
+    if arguments.json:
+        print_json(figures)
+    else:
+        print_table("", ["", ""], [(name.replace("_", " "), value) for name, value in figures.items()])
+    return 0
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Print the prompt and what the run's model writes after it."""
+    parser = _run_parser(
+        "generate",
+        "Continue a prompt with a run's model.",
+        [
+            'narrowgauge generate runs/NAME --prompt "def main("',
+            'narrowgauge generate runs/NAME --prompt "import " --temperature 0 --tokens 32',
+        ],
+    )
+    parser.add_argument("--prompt", required=True, help="the text to continue; may be empty")
+    parser.add_argument("--tokens", type=int, default=128, help="write at most this many (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    arguments = parser.parse(argv)
+    if arguments.tokens < 1:
+        parser.error(f"--tokens: expected 1 or more, found {arguments.tokens}")
+
+    from narrowgauge.train.sample import sample_text
+    from narrowgauge.train.trained import Trained
+
+    trained = Trained.open(arguments.run, arguments.checkpoint, arguments.device)
+    text = sample_text(
+        trained.model,
+        trained.tokenizer,
+        arguments.prompt,
+        min(arguments.tokens, trained.model.config.context - 1),
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    print(arguments.prompt + text)
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write a run's model as a Hugging Face directory."""
+    parser = _run_parser(
+        "export",
+        "Write a run's model as a Hugging Face directory in the Llama layout, with float32 weights:\n"
+        "config.json, model.safetensors, tokenizer.json. AutoModelForCausalLM.from_pretrained loads it.",
+        ["narrowgauge export runs/NAME hf-model", "narrowgauge export runs/NAME hf-model --checkpoint step-000100"],
+    )
+    parser.add_argument("directory", metavar="DIR", help="a new or empty directory")
+    arguments = parser.parse(argv)
+
+    from narrowgauge.integrations.huggingface import export_llama
+    from narrowgauge.train.trained import Trained
+
+    trained = Trained.open(arguments.run, arguments.checkpoint, arguments.device)
+    directory = export_llama(trained.model, trained.tokenizer, arguments.directory)
+    print(f"wrote {directory}: step {trained.step} of {trained.folder.path}")
+    return 0
+
+
+def _run_parser(command: str, description: str, examples: Sequence[str]) -> Parser:
+    parser = Parser(command, description, examples)
+    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    parser.add_argument("--checkpoint", help="a checkpoint's name, or last-good (default: the newest)")
+    parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
+    return parser
+
+
+def _say(message: str) -> None:
+    print(f"{message} ...", file=sys.stderr)
