@@ -1,4 +1,4 @@
-"""Writes a GPT as a directory that transformers' `AutoModelForCausalLM.from_pretrained` loads. Needs no transformers."""
+"""Writes a GPT as a directory that transformers' `AutoModelForCausalLM` loads. Needs no transformers itself."""
 
 from __future__ import annotations
 

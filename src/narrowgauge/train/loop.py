@@ -12,6 +12,7 @@ from narrowgauge.train import events
 from narrowgauge.train.assemble import assemble
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.events import OnEvent, Result, ignore
+from narrowgauge.train.folder import write_file
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.session import Session
 from narrowgauge.train.signals import Interruption
@@ -68,6 +69,8 @@ def _with_all_values(config: TrainConfig) -> TrainConfig:
 def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int | None) -> Result:
     with with_tensorboard(on_event, folder.path / "tensorboard" if config.tensorboard else None) as listener:
         parts = assemble(config, lambda what: listener(events.Preparing(step=0, what=what)))
+        # the model means nothing without it, and the cache that it lies in may be cleared
+        write_file(folder.tokenizer, parts.dataset.tokenizer.to_json())
         session = Session(config, folder, listener, parts)
         try:
             session.begin(start)

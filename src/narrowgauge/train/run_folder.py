@@ -1,4 +1,7 @@
-"""A run's folder: `config.yaml`, `journal.jsonl`, `checkpoints/step-000100/`, and who may write into it."""
+"""A run's folder: `config.yaml`, `tokenizer.json`, `journal.jsonl`, `checkpoints/step-000100/`.
+
+One process at a time writes into it: the one that holds its lock.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,10 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         return self.path / "journal.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -76,6 +83,8 @@ class RunFolder:
                 f"{self.path}: expected a run that nobody writes, found another process training: wait, or stop it"
             ) from None
 
+        remove_unfinished(self.checkpoints)  # only a writer may: what is unfinished may be another's work in hand
+
     def unlock(self) -> None:
         """Let others write; a second call does nothing."""
         if self._lock is not None:
@@ -108,7 +117,6 @@ class RunFolder:
         wanted: None for the newest; "last-good" for the newest whole one; else a name such as step-000100. Raises
         CheckpointError where that one is missing, truncated or corrupt, naming the newest good one.
         """
-        remove_unfinished(self.checkpoints)
         steps = self.steps()
         if wanted == LAST_GOOD:
             return self._last_good(steps, "no checkpoint is whole")
