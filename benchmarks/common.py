@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+# on a contended machine a spinning OpenMP worker turns microseconds into milliseconds; read when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("NARROWGAUGE_RESULTS", ROOT / "benchmarks" / "results"))
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,8 +30,18 @@ def bench(argv: Sequence[str]) -> int:
     parser.add_argument("what", choices=SCRIPTS, help="what to measure")
     parser.add_json_option()
     arguments = parser.parse(argv)
-    script = _script(arguments.what)
-    return subprocess.run([sys.executable, script, *(["--json"] if arguments.json else [])]).returncode
+    command = [sys.executable, str(_script(arguments.what))]
+    return _print_result(command) if arguments.json else subprocess.run(command).returncode
+
+
+def _print_result(command: list[str]) -> int:
+    """Run a script that writes its result as a file, and print that file; its table goes to standard error."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "NARROWGAUGE_RESULTS": folder}
+        code = subprocess.run([*command, "--json"], env=environment, stdout=2).returncode
+        for path in Path(folder).glob("*.json"):
+            print(path.read_text(encoding="utf-8"), end="")
+    return code
 
 
 def _script(name: str) -> Path:

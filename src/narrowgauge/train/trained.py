@@ -71,7 +71,7 @@ class Trained:
         dataset = prepare_data(data, self.config.cache_dir, on_progress)
         if dataset.tokenizer.fingerprint() != self.tokenizer.fingerprint():
             raise DataError(
-                f"the text of corpus '{data.corpus}' changed since the run: expected the files it was trained on, found "
+                f"the text of corpus '{data.corpus}' changed since the run: expected what it was trained on, found "
                 "text that gives another tokenizer; name a corpus to read it in the run's own tokens"
             )
         return dataset
