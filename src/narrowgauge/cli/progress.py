@@ -66,9 +66,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.say(
             f"data     {event.config.data.corpus}, {event.train_tokens:,} tokens, {event.tokens_per_step:,} a step"
         )
-        counts = event.report.summary() if hasattr(event.report, "summary") else ""
-        if counts:
-            self.say(f"layers   {counts}")
+        counts = event.report.counts()
+        self.say("layers   " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
         if event.resumed_from is not None:
             self.say(f"resumed  from {event.resumed_from} at step {event.step}")
         if self.console.is_terminal:
@@ -129,7 +128,9 @@ class Reporter(AbstractContextManager["Reporter"]):
     def finished(self, event: events.Finished) -> None:
         """Print the closing table."""
         self.__exit__(None, None, None)
-        print_table("result", ["", "value"], closing_rows(event))
+        print_table("result", ["", ""], closing_rows(event))
+        if event.ledger is not None:
+            print_table("memory", ["role", "bytes", "a parameter"], event.ledger.rows())
         if event.status is events.Status.INTERRUPTED:
             self.say(f"interrupted at step {event.step}; go on with: narrowgauge resume {event.run_dir}", "yellow")
         else:
@@ -137,7 +138,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
 
 def closing_rows(event: events.Finished) -> list[tuple[str, str]]:
-    """Rows of the table at the end of a run: losses, speed, bytes per role."""
+    """Rows of the table at the end of a run: losses and speed."""
     rows = [("training loss, last step", f"{event.last_loss:.4f} nats a token")]
     if event.evaluation is not None:
         rows.append(("validation loss", f"{event.evaluation.loss:.4f} nats a token"))

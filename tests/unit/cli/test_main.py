@@ -75,8 +75,8 @@ def test_debug_shows_the_traceback():
     assert "Traceback" in done.stderr
 
 
-def test_a_missing_run_folder_exits_with_1_in_one_line(tmp_path, capsys):
-    assert main(["eval", str(tmp_path / "nowhere")]) == 1
+def test_a_missing_run_folder_is_a_bad_argument_told_in_one_line(tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err
     assert "nowhere" in error
     assert error.count("\n") == 1
