@@ -57,7 +57,11 @@ class BatchStream:
         world_size: int = 1,
     ) -> None:
         """Raises ConfigError for sizes out of range, DataError where the split is shorter than one sequence."""
-        for name, value, lowest in (("batch_size", batch_size, 1), ("sequence_length", sequence_length, 1)):
+        for name, value, lowest in (
+            ("batch_size", batch_size, 1),
+            ("sequence_length", sequence_length, 1),
+            ("seed", seed, 0),
+        ):
             if value < lowest:
                 raise ConfigError(f"{name}={value}: expected a whole number, at least {lowest}")
         if not 0 <= rank < world_size:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.data.cache import CacheEntry, publish
-from narrowgauge.data.corpus import DEFAULT_CORPUS, Corpus, Document, load_corpus
+from narrowgauge.data.corpus import DEFAULT_CORPUS, Corpus, load_corpus
+from narrowgauge.data.division import Division
 from narrowgauge.data.loader import TokenSplit
 from narrowgauge.data.tokenizer import BYTES, Tokenizer
 from narrowgauge.errors import ConfigError, DataError, closest
@@ -49,6 +50,8 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: expected a number of bytes, at least 1")
+        if not 0 <= self.split_seed < 2**63:
+            raise ConfigError(f"split_seed={self.split_seed}: expected a whole number from 0 to 2^63 - 1")
         is_path = "/" in self.tokenizer or self.tokenizer.endswith(".json")
         if self.tokenizer not in TOKENIZERS and not is_path:
             raise ConfigError(f"unknown tokenizer '{self.tokenizer}'{closest(self.tokenizer, TOKENIZERS)}")
@@ -122,89 +125,36 @@ def _build(
     on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write tokenizer.json and the token files into `folder`; return what else must be remembered."""
-    divide = Division.of(corpus, config)
+    division = Division.of(corpus, config.validation_fraction, config.split_seed)
     if tokenizer is None:
-        on_progress(f"training a tokenizer of {config.vocab_size} tokens on {divide.train_bytes / 1e6:.1f} MB of text")
-        tokenizer = Tokenizer.train(_tokenizer_texts(corpus, divide, config.tokenizer_bytes), config.vocab_size)
-    on_progress(f"encoding {(divide.train_bytes + divide.validation_bytes) / 1e6:.1f} MB of text")
+        on_progress(
+            f"training a tokenizer of {config.vocab_size} tokens on {division.train_bytes / 1e6:.1f} MB of text"
+        )
+        tokenizer = Tokenizer.train(_tokenizer_texts(corpus, division, config.tokenizer_bytes), config.vocab_size)
+    on_progress(f"encoding {(division.train_bytes + division.validation_bytes) / 1e6:.1f} MB of text")
     tokenizer.save(folder / "tokenizer.json")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     writers = {name: _Writer(folder, name, dtype, tokenizer) for name in ("train", "validation")}
     try:
-        for name, text in divide.texts(corpus):
+        for name, text in division.texts(corpus):
             writers[name].add(text)
         counts = {name: writer.finish() for name, writer in writers.items()}
     finally:
         for writer in writers.values():
             writer.close()
+    read = (counts["train"]["text_bytes"], counts["validation"]["text_bytes"])
+    if read != (division.train_bytes, division.validation_bytes):
+        raise DataError(f"the text of '{corpus.name}' changed while it was being read: run again once it is still")
     return {"dtype": dtype.name, "vocab_size": tokenizer.vocab_size, "settings": settings, **counts}
 
 
-def _tokenizer_texts(corpus: Corpus, divide: Division, limit_bytes: int) -> Iterator[str]:
+def _tokenizer_texts(corpus: Corpus, division: Division, limit_bytes: int) -> Iterator[str]:
     """Training documents, every n-th where all would be more than the limit."""
-    step = max(1, -(-divide.train_bytes // limit_bytes))
-    texts = (text for name, text in divide.texts(corpus) if name == "train")
+    step = max(1, -(-division.train_bytes // limit_bytes))
+    texts = (text for name, text in division.texts(corpus) if name == "train")
     for number, text in enumerate(texts):
         if number % step == 0:
             yield text
-
-
-@dataclass(frozen=True)
-class Division:
-    """Which documents are for validation: those whose hash, drawn from the seed and the text, is below the fraction.
-
-    Equal texts have equal hashes, so no copy of a training document is in validation. Where chance leaves one side
-    empty, the document with the lowest (or highest) hash goes there. A corpus of one document is cut in two at
-    `cut_characters`, a line's end where there is one.
-    """
-
-    seed: int
-    fraction: float
-    bound: int
-    cut_characters: int | None
-    train_bytes: int
-    validation_bytes: int
-
-    @classmethod
-    def of(cls, corpus: Corpus, config: DataConfig) -> Division:
-        hashes, sizes, last = [], [], None
-        for last in corpus.documents():
-            hashes.append(_hash(config.split_seed, last))
-            sizes.append(len(last.text.encode()))
-        total = sum(sizes)
-        if len(set(hashes)) == 1:
-            if len(hashes) > 1:
-                raise DataError(f"all {len(hashes)} documents of '{corpus.name}' are the same text: give more text")
-            assert last is not None  # documents() raises where there is none
-            cut = _cut(last.text, config.validation_fraction)
-            first = len(last.text[:cut].encode())
-            return cls(config.split_seed, config.validation_fraction, 0, cut, first, total - first)
-        # below the bound is validation: at least the lowest hash, and never the highest
-        bound = min(max(int(config.validation_fraction * 2**64), min(hashes) + 1), max(hashes))
-        held = sum(size for size, value in zip(sizes, hashes, strict=True) if value < bound)
-        return cls(config.split_seed, config.validation_fraction, bound, None, total - held, held)
-
-    def texts(self, corpus: Corpus) -> Iterator[tuple[str, str]]:
-        """("train" or "validation", text) of each document, in corpus order."""
-        for document in corpus.documents():
-            if self.cut_characters is not None:
-                yield "train", document.text[: self.cut_characters]
-                yield "validation", document.text[self.cut_characters :]
-            else:
-                yield "validation" if _hash(self.seed, document) < self.bound else "train", document.text
-
-
-def _hash(seed: int, document: Document) -> int:
-    data = seed.to_bytes(8, "little", signed=True) + document.text.encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def _cut(text: str, fraction: float) -> int:
-    """Characters of the training part: up to the last line end before 1 - fraction, where there is one."""
-    if len(text) < 2:
-        raise DataError(f"the corpus is one document of {len(text)} character: give more text")
-    at = min(max(int(len(text) * (1 - fraction)), 1), len(text) - 1)
-    return text.rfind("\n", 0, at) + 1 or at
 
 
 class _Writer:

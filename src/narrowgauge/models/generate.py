@@ -30,10 +30,10 @@ def generate(
     temperature: logits are divided by it; 0 takes the most probable token. top_k: sample among the k most probable
     only. stop_id: a row that has drawn it goes on with stop_id, and all rows having drawn it ends the work.
     generator: source of randomness, on the logits' device; None: torch's global one. Runs in eval mode, and leaves
-    the mode as it was. Raises DataError where prompt and new tokens exceed the context.
+    every module's mode as it was. Raises DataError where prompt and new tokens exceed the context.
     """
     _check(self, ids, max_new_tokens, temperature, top_k)
-    was_training = self.training
+    modes = [(module, module.training) for module in self.modules()]
     self.eval()
     try:
         cache = KVCache(self.config.layers, self.config.context)
@@ -50,7 +50,8 @@ def generate(
                 break
         return ids
     finally:
-        self.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -185,5 +185,6 @@ def _reset_extra_state(module: nn.Module) -> None:
     reset = getattr(type(module), "reset_parameters", None)
     if reset is None or isinstance(module, GPT) or type(module).__module__.startswith("torch.nn"):
         return
-    with torch.random.fork_rng():
+    devices = {p.device for p in module.parameters(recurse=False) if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
         reset(module)
