@@ -21,16 +21,16 @@ class Operand(NamedTuple):
     codes: of the format's dtype, None where not asked for. dequant_scale: 0-dimensional float32; None for an unscaled
     spec. carrier: the values of the codes, not multiplied by the scale, in the dtype asked for; None where not asked
     for. amax: 0-dimensional float32, NaN or infinite where `x` holds such values; None for an unscaled spec that is not
-    counted. saturated, flushed: number of values beyond the format's maximum, and of non-zero values cast to zero; 0
-    where not counted.
+    counted. saturated, flushed: number of values beyond the format's maximum, and of non-zero values cast to zero, as
+    0-dimensional int64 tensors; None where not counted.
     """
 
     codes: Tensor | None
     dequant_scale: Tensor | None
     carrier: Tensor | None
     amax: Tensor | None
-    saturated: int | Tensor
-    flushed: int | Tensor
+    saturated: Tensor | None
+    flushed: Tensor | None
 
 
 def cast_operand(
@@ -137,4 +137,4 @@ def _codes_as_they_are(
     if not isinstance(x, QuantizedTensor) or quant_scale is not None or count or x.spec != spec or not spec.is_scaled:
         return None
     values = None if carrier is None else kernels.dequantize(x.codes, None, spec.format, carrier)
-    return Operand(x.codes, x.dequant_scale, values, x.amax, 0, 0)
+    return Operand(x.codes, x.dequant_scale, values, x.amax, None, None)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics import kernels
 from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors import rules
@@ -111,7 +110,7 @@ class QuantizedTensor(Tensor):
         dtype = dtype or self.dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
-        return _decode(self, dtype)
+        return rules.decode(self, dtype)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -181,7 +180,10 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be pickled: call detach() first")
-        parts = tuple(getattr(self, name) for name in (*_INNER, "_whole"))
+        # as bytes: plain pickle of a float8 tensor cannot be read back (torch 2.13)
+        codes = rules.as_bytes(self.codes)
+        whole = None if self._whole is None else rules.as_bytes(self._whole)
+        parts = (codes, self.dequant_scale, self.amax, whole)
         return _rebuild, (parts, spec_to_dict(self.spec), self.dtype, self.requires_grad, self._extras())
 
     def _extras(self) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = q.dtype  # type: ignore[attr-defined]
-        return _decode(q, dtype)
+        return rules.decode(q, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -241,10 +243,6 @@ def quantize(
     return QuantizedTensor(codes, dequant_scale, spec, x.dtype, amax)
 
 
-def _decode(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    return kernels.dequantize(q.codes, q.dequant_scale, q.spec.format, dtype)
-
-
 def _check_parts(codes: Tensor, dequant_scale: Tensor, spec: CastSpec, dtype: torch.dtype) -> None:
     if codes.dtype is not spec.format.dtype:
         raise NarrowgaugeError(f"codes of {spec.format}: expected {spec.format.dtype}, found {codes.dtype}")
@@ -258,11 +256,13 @@ def _check_parts(codes: Tensor, dequant_scale: Tensor, spec: CastSpec, dtype: to
 
 
 def _rebuild(
-    parts: tuple, spec: Mapping[str, Any], dtype: torch.dtype, requires_grad: bool, extras: dict[str, Any]
+    parts: tuple, spec_fields: Mapping[str, Any], dtype: torch.dtype, requires_grad: bool, extras: dict[str, Any]
 ) -> QuantizedTensor:
     """What pickle and torch.load call."""
     codes, dequant_scale, amax, whole = parts
-    q = QuantizedTensor(codes, dequant_scale, spec_from_dict(spec), dtype, amax, whole=whole)
+    spec = spec_from_dict(spec_fields)
+    whole = None if whole is None else whole.view(spec.format.dtype)
+    q = QuantizedTensor(codes.view(spec.format.dtype), dequant_scale, spec, dtype, amax, whole=whole)
     q.requires_grad_(requires_grad)
     q.__dict__.update(extras)
     return q

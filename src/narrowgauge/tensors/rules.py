@@ -46,12 +46,21 @@ def dispatch(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[st
     return _fallback(cls, func, args, kwargs)
 
 
+def decode(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """codes * dequant_scale in `dtype`, laid out in memory as the codes are."""
+    # a transposed tensor is decoded in the order of its memory: copying it into its logical order would cost more
+    order = sorted(range(q.ndim), key=lambda d: -q.codes.stride(d))
+    codes = q.codes.permute(order)
+    values = kernels.dequantize(codes, q.dequant_scale, q.spec.format, dtype)
+    return values.permute([order.index(d) for d in range(q.ndim)])
+
+
 def values_of(q: QuantizedTensor) -> Tensor:
     """The plain tensor that operations see: the decoded codes, with the infinities that saturated in the cast.
 
     Where amax is infinite, a value at the format's maximum is infinite, since the codes cannot say so.
     """
-    values = kernels.dequantize(q.codes, q.dequant_scale, q.spec.format, q.dtype)
+    values = decode(q, q.dtype)
     if type(q.amax) is Tensor and q.amax.device.type == "cpu" and not q.amax.isinf():
         return values  # asked only where it costs no wait for a device
     top = q.dequant_scale * q.spec.format.max
@@ -72,7 +81,7 @@ def write(q: QuantizedTensor, values: Tensor, *, keep_unchanged: bool = True) ->
     if keep_unchanged:
         whole = q if q._whole is None else _whole_of(q)
         changed = (values_of(whole) != values).any()
-        new_codes = torch.where(changed, _bytes(new_codes), _bytes(codes)).view(codes.dtype)
+        new_codes = torch.where(changed, as_bytes(new_codes), as_bytes(codes)).view(codes.dtype)
         new_scale = torch.where(changed, new_scale, q.dequant_scale)
         new_amax = torch.where(changed, new_amax, q.amax)
     codes.copy_(new_codes)
@@ -85,7 +94,8 @@ def _whole_of(q: QuantizedTensor) -> QuantizedTensor:
     return type(q)(q._whole, q.dequant_scale, q.spec, q.dtype, q.amax)
 
 
-def _bytes(codes: Tensor) -> Tensor:
+def as_bytes(codes: Tensor) -> Tensor:
+    """Codes of one byte as uint8, which more of torch can handle; others as they are."""
     return codes.view(torch.uint8) if codes.element_size() == 1 else codes
 
 
