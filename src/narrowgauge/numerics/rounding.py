@@ -79,7 +79,8 @@ def _encode_small(x: Tensor, fmt: Format) -> Tensor:
     """Codes of a 4- or 6-bit format; `x` is already clamped to +-max."""
     magnitude = x.abs()
     smallest_exponent = 1 - fmt.bias
-    exponent = (magnitude.frexp().exponent - 1).clamp(min=smallest_exponent)
+    exponent = torch.where(magnitude > 0, magnitude.frexp().exponent - 1, smallest_exponent)  # frexp(0) has exponent 0
+    exponent = exponent.clamp(min=smallest_exponent)
     # dividing by a power of two is exact, so this rounds once
     steps = torch.ldexp(magnitude, fmt.mantissa_bits - exponent).round().int()
     code = ((exponent - smallest_exponent) << fmt.mantissa_bits) + steps
