@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowgauge.layers import sharing
 from narrowgauge.layers.kinds import NORMS, Kind, kind_of
-from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.linear import OWN_ATTRIBUTES, Linear
 from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.numerics.formats import FP32
 from narrowgauge.recipes import library
@@ -60,15 +60,13 @@ def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> 
 def _restore(module: nn.Module) -> None:
     if isinstance(module, Linear):
         module.attach_delayed({})
-        for name in [
-            n for n in module.__dict__ if n in Linear.__annotations__ or n in ("delayed_rules", "rolls_at_step")
-        ]:
-            del module.__dict__[name]
+        for name in OWN_ATTRIBUTES:
+            module.__dict__.pop(name, None)
         module.__class__ = nn.Linear
 
 
 def _share_inputs(parent: nn.Module) -> None:
-    """Let the quantized children of `parent` share casts of what they read, but in a sequence: it feeds each another."""
+    """Let the quantized children of `parent` share casts of what they read; in a sequence no two read the same."""
     quantized = [child for child in parent.children() if isinstance(child, Linear) and child.quantized]
     if len(quantized) > 1 and not isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         sharing.install(parent)

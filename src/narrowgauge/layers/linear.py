@@ -15,6 +15,11 @@ from narrowgauge.numerics.formats import Format
 from narrowgauge.ops.linear import Counter, LinearCasts, linear
 from narrowgauge.recipes.spec import CastSpec, Evaluation, Recipe
 
+# what `configure` adds to an nn.Linear
+OWN_ATTRIBUTES = (
+    "recipe", "quantized", "reason", "training_casts", "evaluation_casts", "counter", "delayed_rules", "rolls_at_step",
+)  # fmt: skip
+
 
 class Linear(DelayedState, nn.Linear):
     """y = x @ weight.T + bias, with operands cast by a recipe in forward and backward.

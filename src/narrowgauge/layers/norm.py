@@ -1,7 +1,7 @@
 """Normalization with statistics in float32, whatever the dtype of the input.
 
-Made from nn.LayerNorm and nn.RMSNorm by `convert`, which swaps the class in place. The output has the input's dtype; for
-float32 input it is bitwise that of the original.
+Made from nn.LayerNorm and nn.RMSNorm by `convert`, which swaps the class in place. The output has the input's dtype;
+for float32 input it is bitwise that of the original.
 """
 
 from __future__ import annotations

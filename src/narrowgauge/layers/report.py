@@ -23,8 +23,8 @@ COLUMNS = ("name", "module", "status", "backend", "reason")
 class Row:
     """One layer. name: dotted, "" for the root. module: its class. status: converted, kept or skipped.
 
-    backend: scaled_mm, native or emulated for a linear layer that narrowgauge runs (several joined by "+" where its GEMMs
-    differ), "torch" for a module that runs its own code. reason: why, in words.
+    backend: scaled_mm, native or emulated for a linear layer that narrowgauge runs (several joined by "+" where its
+    GEMMs differ), "torch" for a module that runs its own code. reason: why, in words.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ConversionReport:
 
 
 def report(model: nn.Module) -> ConversionReport:
-    """What every layer of `model` runs in now: the linear layers, norms, and other modules with parameters of their own.
+    """What every layer of `model` runs in now: linear layers, norms, and other modules with parameters of their own.
 
     A module that is registered under several names has one row, under the first.
     """

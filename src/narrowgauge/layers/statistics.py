@@ -52,7 +52,7 @@ class Statistics:
     def read(self) -> dict[str, dict[str, dict[str, float]]]:
         """{layer: {role: {"saturated": share, "flushed": share, "amax": value}}}; waits for the device.
 
-        Shares are of the values cast, in [0, 1]. Roles: input, weight, grad_output. Layers that did not run are left out.
+        Shares are of the values cast, in [0, 1]. Roles: input, weight, grad_output. Layers that did not run are absent.
         """
         return {
             name: {role: tally.shares() for role, tally in counter.tallies.items()}

@@ -1,0 +1,55 @@
+"""Clipping of gradients by their total norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import NarrowgaugeError
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale gradients in place so that their total norm is at most `max_norm`; return the norm before.
+
+    Gradients of any dtype; the norm is taken in float32 (in float64 where that overflows) and returned as a
+    0-dimensional float32 tensor on the first gradient's device. A parameter that is listed twice counts once. A norm
+    that is infinite or NaN leaves all gradients as they are and is returned, so that the step's guard sees them. Call
+    it after `LossScaler.unscale_`. As torch.nn.utils.clip_grad_norm_: grad * min(1, max_norm / (norm + 1e-6)).
+    """
+    if not max_norm > 0.0 or not norm_type > 0.0:
+        raise NarrowgaugeError(f"expected max_norm and norm_type above 0, found {max_norm} and {norm_type}")
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    unique = {id(p): p for p in listed}.values()
+    grads = [p.grad for p in unique if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    norm = _total_norm(grads, norm_type)
+    # no branch on the norm: multiplying by one leaves every value as it is, without waiting for the device
+    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    for device, group in _by_device(grads).items():
+        torch._foreach_mul_(group, factor.to(device))
+    return norm
+
+
+def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norm = _norm_in(grads, norm_type, torch.float32)
+    if not bool(norm.isfinite()):
+        # finite gradients whose squares overflow float32 still have a norm
+        norm = _norm_in(grads, norm_type, torch.float64).float()
+    return norm
+
+
+def _norm_in(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    device = grads[0].device
+    parts = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads]
+    return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+
+
+def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups

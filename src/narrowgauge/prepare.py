@@ -1,0 +1,125 @@
+"""One call that makes a model and its optimizer run by a recipe."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from narrowgauge.errors import ConversionError, RecipeError
+from narrowgauge.layers import delayed, wrapping
+from narrowgauge.layers.convert import convert, device_of
+from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.parameters import store
+from narrowgauge.numerics.formats import BF16, FP16, FP32
+from narrowgauge.optim.groups import check_optimizer, match_state_dtypes, replace_parameters
+from narrowgauge.optim.guard import MAX_SKIPS, StepGuard
+from narrowgauge.recipes import library
+from narrowgauge.recipes.spec import CastSpec, Recipe
+from narrowgauge.tensors.quantized import QuantizedTensor
+
+Model = TypeVar("Model", bound=nn.Module)
+OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
+
+COMM_ROLES = ("grad_comm", "param_comm", "activation_comm", "pipeline_comm")
+
+
+def prepare(
+    model: Model,
+    optimizer: OptimizerOrNone,
+    recipe: str | Recipe,
+    autocast: bool = True,
+    *,
+    max_skips: int = MAX_SKIPS,
+) -> tuple[Model, OptimizerOrNone]:
+    """Make `model` and `optimizer` run by `recipe`, in place; returns both.
+
+    - Linear layers and norms are converted (see `convert`; `report(model)` lists them).
+    - Trainable parameters are brought into the recipe's `param` format. Where that replaces parameter objects, the
+      optimizer's groups take the new ones in the same order, so schedulers built before go on working; references that
+      the caller holds to the old objects do not.
+    - optimizer.step() skips steps with non-finite gradients, and says so in `optimizer.step_was_skipped`; max_skips of
+      them in a row raise DivergenceError. It also rolls the history of delayed scaling; with optimizer None each layer
+      does that itself, at its first training forward after a backward.
+    - autocast True: the model's forward runs inside `autocast(recipe)`. False: place that yourself.
+    - Float32 buffers of the model stay float32 under `.to(dtype)`, `.half()` and `.bfloat16()`.
+
+    optimizer: torch's AdamW, Adam or SGD, built from the model's parameters, or None. Preparing again, also by another
+    recipe, replaces what was prepared before; but parameters stored in a scaled format stay so, and a recipe that
+    stores them otherwise is refused.
+
+    Raises RecipeError for a recipe that is unknown or asks for what this version cannot do, ConversionError for a model
+    or an optimizer that cannot be prepared.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"expected a torch.nn.Module to prepare, found {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ConversionError("the model is compiled already: call prepare first, then torch.compile")
+    recipe = library.recipe(recipe).resolve(device_of(model))
+    check_supported(recipe)
+    check_stored(model, recipe)
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    stored = store(model, recipe)
+    convert(model, recipe)
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    for layer in layers:
+        layer.rolls_at_step = optimizer is not None
+    wrapping.install(model, recipe, autocast)
+    if optimizer is not None:
+        replace_parameters(optimizer, stored.replaced)
+        match_state_dtypes(optimizer)
+        _guard(model, optimizer, layers, max_skips)
+    model._narrowgauge_notes = tuple(stored.warnings)  # type: ignore[assignment]
+    for warning in stored.warnings:
+        warnings.warn(warning, stacklevel=2)
+    return model, optimizer
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Raise RecipeError for the first role that this version cannot carry out."""
+    fp32 = CastSpec(FP32)
+    in_half = recipe.param == CastSpec(BF16)
+    scaled = recipe.param.format is FP16 and recipe.param.is_scaled
+    if not (recipe.param == fp32 or in_half or scaled):
+        raise _unsupported(recipe, "param", "CastSpec(FP32), CastSpec(BF16) or CastSpec(FP16, scale=TENSOR_POW2)")
+    if recipe.master is not None:
+        raise _unsupported(recipe, "master", "None")
+    if recipe.grad != fp32 and not (in_half and recipe.grad == recipe.param):
+        raise _unsupported(recipe, "grad", "CastSpec(FP32)")
+    for role in ("exp_avg", "exp_avg_sq"):
+        if getattr(recipe, role) != fp32:
+            raise _unsupported(recipe, role, "CastSpec(FP32)")
+    for role in COMM_ROLES:
+        if getattr(recipe, role) not in (None, fp32):
+            raise _unsupported(recipe, role, "None")
+
+
+def _unsupported(recipe: Recipe, role: str, expected: str) -> RecipeError:
+    found = getattr(recipe, role)
+    return RecipeError(f"recipe '{recipe.name}': {role}=({found}) is not supported by this version: use {expected}")
+
+
+def check_stored(model: nn.Module, recipe: Recipe) -> None:
+    """Raise ConversionError where parameters are stored in a scaled format that the recipe does not store."""
+    for name, p in model.named_parameters():
+        if isinstance(p.data, QuantizedTensor) and p.data.spec != recipe.param:
+            raise ConversionError(
+                f"parameter '{name}' is stored as ({p.data.spec}), and recipe '{recipe.name}' stores ({recipe.param}): "
+                "build the model anew and load its weights, then prepare it"
+            )
+
+
+def _guard(model: nn.Module, optimizer: Optimizer, layers: list[Linear], max_skips: int) -> None:
+    def name_of(parameter: Tensor) -> str:
+        return next((name for name, p in model.named_parameters() if p is parameter), "a parameter not in the model")
+
+    StepGuard(
+        optimizer,
+        name_of=name_of,
+        on_step=lambda: delayed.roll(layers),
+        on_skip=lambda: delayed.clear(layers),
+        max_skips=max_skips,
+    ).attach()
