@@ -86,7 +86,9 @@ class QuantizedTensor(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         return rules.dispatch(QuantizedTensor, func, args, dict(kwargs or {}))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[CastSpec, torch.dtype]]:

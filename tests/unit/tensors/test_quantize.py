@@ -171,7 +171,9 @@ def test_strides_do_not_matter(fmt: formats.Format, strided: object) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 16), (2, 0, 16)])
-@pytest.mark.parametrize("spec", [CastSpec(E4M3FN), CastSpec(FP16, scale=TENSOR_POW2), CastSpec(BF16), CastSpec(E2M1FN)])
+@pytest.mark.parametrize(
+    "spec", [CastSpec(E4M3FN), CastSpec(FP16, scale=TENSOR_POW2), CastSpec(BF16), CastSpec(E2M1FN)]
+)
 def test_empty_tensors(shape: tuple[int, ...], spec: CastSpec) -> None:
     q = quantize(torch.empty(shape), spec)  # case 54
     assert q.shape == shape and q.dequantize().shape == shape
