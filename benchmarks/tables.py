@@ -1,0 +1,65 @@
+"""Writes the README's table of figures from the newest result file of each topic.
+
+    python benchmarks/tables.py [--check]
+
+--check writes nothing and fails where the README says something else than the result files. A figure in a result file
+is {"measured": number, "at_most" or "at_least": number}; ratios have no unit, others name it in the figure's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->"
+
+
+def newest_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The newest result file of each device and topic; dates in the names sort them."""
+    newest = {}
+    for path in sorted(folder.glob("*.json")):
+        _year, _month, _day, device_and_topic = path.stem.split("-", 3)
+        newest[device_and_topic] = json.loads(path.read_text(encoding="utf-8")) | {"path": path}
+    return newest
+
+
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The table: one row a figure, losses among the wins."""
+    lines = ["| figure | measured | goal | | from |", "|---|---|---|---|---|"]
+    for result in results.values():
+        for name, figure in result.get("figures", {}).items():
+            at_most = "at_most" in figure
+            goal = figure["at_most"] if at_most else figure["at_least"]
+            met = figure["measured"] <= goal if at_most else figure["measured"] >= goal
+            source = f"[`{Path(result['command'].split()[1]).name}`](benchmarks/results/{result['path'].name})"
+            sign = "<=" if at_most else ">="
+            lines.append(
+                f"| {name} | {figure['measured']:.3f} | {sign} {goal:g} | {'met' if met else 'missed'} | {source} |"
+            )
+    devices = sorted(
+        {f"{result['hardware']['device']}, {result['hardware']['threads']} threads" for result in results.values()}
+    )
+    return "\n".join([*lines, "", f"Measured on: {'; '.join(devices)}.", ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    arguments = parser.parse_args()
+    text = README.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    wanted = head + BEGIN + markdown(newest_results()) + END + rest.split(END)[1]
+    if arguments.check:
+        print("README and result files agree" if wanted == text else "README is stale: run python benchmarks/tables.py")
+        return int(wanted != text)
+    README.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
