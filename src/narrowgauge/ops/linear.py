@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.numerics.formats import Format
+from narrowgauge.ops import kernels
 from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
 from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots
@@ -119,7 +120,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grads[GRAD_INPUT.name].reshape(ctx.input_shape) if GRAD_INPUT.name in grads else None
         grad_bias = None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            grad_bias = kernels.column_sum(rows).to(ctx.bias_dtype)
         return grad_x, grads.get(GRAD_WEIGHT.name), grad_bias, None
 
 

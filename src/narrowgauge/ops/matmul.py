@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.numerics.formats import Format
+from narrowgauge.ops import kernels
 from narrowgauge.ops.backends import SCALED_MM, Backend
 
 ALIGNMENT = 16  # scaled_mm on CUDA: every dimension of FP8 operands is a multiple of 16 (cuBLASLt)
@@ -154,6 +155,8 @@ def _carried_mm_cpu(
     addend = a.new_empty(()).expand(a.shape[0], b.shape[1])
     if fused and bias is not None:
         addend = bias.to(dtype).to(a.dtype)
+    if a.dtype is torch.bfloat16 and a.stride(0) == 1 and not a.is_contiguous():
+        a = kernels.transposed(a.t())  # oneDNN takes a third longer for a transposed left side than for this copy
     with torch.autocast("cpu", enabled=False):  # the carrier is chosen; a region around the call must not recast it
         y = torch.addmm(addend, a, b, beta=1 if fused else 0, alpha=alpha).to(dtype)
         return y if fused or bias is None else y + bias.to(dtype)
@@ -169,7 +172,8 @@ def _carried_mm_shape(
 # rounding that Inductor would drop
 _library = torch.library.Library("narrowgauge", "FRAGMENT")
 _library.define(
-    "carried_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType dtype) -> Tensor"
+    "carried_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("carried_mm", _carried_mm_cpu, "CPU")
-_library.impl("carried_mm", _carried_mm_shape, "Meta")
+torch.library.register_fake("narrowgauge::carried_mm", _carried_mm_shape, lib=_library)

@@ -1,0 +1,62 @@
+"""What a linear layer needs beside casts and products: column sums and transposed copies, fast on a CPU.
+
+Numba is loaded on the first use by a tensor large enough.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIN_NUMBA = 65536  # below this many values torch's own operations are as fast
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """The sum of every column of x [rows, columns], any floating dtype, in float32: [columns].
+
+    One opaque operator, so that compiled code sums in the same order.
+    """
+    return torch.ops.narrowgauge.column_sum(x)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """A contiguous copy of x.t(), for x [rows, columns] on a CPU."""
+    if x.element_size() != 2 or x.numel() < MIN_NUMBA or x.shape[0] % 4 or x.shape[1] % 4:
+        return x.t().contiguous()
+    from narrowgauge.numerics.kernels import cpu
+    from narrowgauge.ops.kernels import numba_layout
+
+    out = x.new_empty(x.shape[1], x.shape[0])
+    source, target = (t.detach().contiguous().view(torch.uint64).numpy() for t in (x, out))
+    chunks = cpu.chunks_for(x)
+    if chunks == 1:
+        numba_layout.transpose_serial(source, 0, source.shape[1], target)
+    else:
+        numba_layout.transpose_parallel(source, target, chunks)
+    return out
+
+
+def _column_sum_cpu(x: Tensor) -> Tensor:
+    bits = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}.get(x.dtype)  # numpy has no bfloat16
+    if bits is None or x.numel() < MIN_NUMBA or not x.is_contiguous():
+        return x.sum(0, dtype=torch.float32)
+    from narrowgauge.numerics.kernels import cpu
+    from narrowgauge.ops.kernels import numba_layout
+
+    total = x.new_empty(x.shape[1], dtype=torch.float32)
+    array = x.detach().view(bits).numpy()
+    chunks = cpu.chunks_for(x)
+    if chunks == 1:
+        numba_layout.column_sum_serial(array, 0, x.shape[1], total.numpy())
+    else:
+        numba_layout.column_sum_parallel(array, total.numpy(), chunks)
+    return total
+
+
+_library = torch.library.Library("narrowgauge", "FRAGMENT")
+_library.define("column_sum(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("column_sum", lambda x: x.sum(0, dtype=torch.float32), "CompositeExplicitAutograd")
+_library.impl("column_sum", _column_sum_cpu, "CPU")
+torch.library.register_fake(
+    "narrowgauge::column_sum", lambda x: x.new_empty(x.shape[1], dtype=torch.float32), lib=_library
+)
