@@ -91,6 +91,10 @@ class SavedActivations(saved_tensors_hooks):
         self.bytes = 0
         super().__init__(self._pack, lambda value: value)
 
+    def __enter__(self) -> SavedActivations:
+        super().__enter__()
+        return self
+
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
         self._held.clear()

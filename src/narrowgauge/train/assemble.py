@@ -13,6 +13,7 @@ from narrowgauge.data.loader import BatchStream
 from narrowgauge.data.prepare import Dataset, prepare_data
 from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.models.gpt import GPT
+from narrowgauge.optim.guard import StepGuard
 from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.prepare import prepare
 from narrowgauge.train.config import TrainConfig
@@ -62,12 +63,17 @@ def assemble(config: TrainConfig, on_progress: Callable[[str], None]) -> Parts:
     stream = BatchStream(dataset.train, config.batch_size, sequence_length, config.seed)
     recipe = config.build_recipe().resolve(device)
     optimizer = build_optimizer(model, config.optimizer)
-    _, prepared = prepare(model, optimizer, recipe, max_skips=config.max_skips)
+    _, prepared = prepare(model, optimizer, recipe)
     assert prepared is not None  # an optimizer was given
+    # one more than the run's limit: `Watch` stops the run, after the last skip is in the journal
+    max_skips = config.max_skips + 1
+    guard = StepGuard.on(prepared)
+    assert guard is not None  # `prepare` attached it
+    guard.max_skips = max_skips
     if config.compile:
         on_progress("compiling the model at its first step")
         model.compile()
-    scaler = LossScaler(recipe, device=device.type)
+    scaler = LossScaler(recipe, device.type, max_skips=max_skips)
     return Parts(device, dataset, stream, model, prepared, scaler, report(model))
 
 

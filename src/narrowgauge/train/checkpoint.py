@@ -67,7 +67,7 @@ def save(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Read what `save` wrote into a model and an optimizer, in place: parameters, ties and param_groups keep identity.
+    """Read what `save` wrote into a model and an optimizer, in place: parameters and ties keep identity.
 
     The model must be prepared as it was when saved. Optimizer states come back in the dtype in which they were saved.
 

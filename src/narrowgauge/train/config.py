@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from narrowgauge.errors import ConfigError, closest
+from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.parse import build
@@ -78,7 +79,7 @@ class TrainConfig:
     keep_last: int = 3
     log_every: int = 10
     statistics_every: int = 50
-    max_skips: int = 20
+    max_skips: int = MAX_SKIPS
     seed: int = 0
     activation_checkpointing: bool = False
     compile: bool = False

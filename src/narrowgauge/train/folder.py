@@ -100,7 +100,12 @@ def _publish(temporary: Path, path: Path) -> None:
     if path.exists():  # a folder cannot be renamed onto one that is not empty
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
-    temporary.rename(path)
+    try:
+        temporary.rename(path)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
     _fsync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

@@ -82,7 +82,6 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path}: expected a run that nobody writes, found another process training: wait, or stop it"
             ) from None
-
         remove_unfinished(self.checkpoints)  # only a writer may: what is unfinished may be another's work in hand
 
     def unlock(self) -> None:

@@ -1,7 +1,7 @@
 """Nested state (dicts, lists, numbers, tensors) as JSON beside named plain tensors, and back.
 
 A tensor becomes {"$tensor": key}; tensors that are the same view of the same storage get one key, so that ties are
-stored once. A QuantizedTensor becomes its codes and its scale, and what they mean in JSON. Nothing is ever unpickled.
+stored once. A QuantizedTensor becomes its codes, scale and amax, and what they mean in JSON. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Flattener:
                 "$quantized": {
                     "codes": self._key(value.codes, f"{path}.codes"),
                     "dequant_scale": self._key(value.dequant_scale, f"{path}.dequant_scale"),
+                    "amax": self._key(value.amax, f"{path}.amax"),
                     "spec": spec_to_dict(value.spec),
                     "dtype": str(value.dtype),
                 }
@@ -97,6 +98,7 @@ def restore(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
             _tensor(parts["dequant_scale"], tensors),
             spec_from_dict(parts["spec"]),
             _DTYPES[parts["dtype"]],
+            _tensor(parts["amax"], tensors),
         )
     if "$float" in node:
         return _FLOATS[node["$float"]]
