@@ -7,6 +7,7 @@ from narrowgauge.models.rope import rope_tables
 CONFIG = GPTConfig(vocab_size=512, layers=2, width=128, heads=4, context=64, tied_embeddings=True, experts=2)
 
 
+@torch.no_grad()
 def test_weights_have_the_asked_deviation_and_norms_are_one_also_after_a_second_reset():  # case 102
     torch.manual_seed(0)
     model = GPT(CONFIG.replace(norm="layernorm", norm_bias=True, attention_bias=True, mlp_bias=True))
@@ -24,6 +25,7 @@ def test_weights_have_the_asked_deviation_and_norms_are_one_also_after_a_second_
         assert not torch.equal(before, model.embedding.weight)
 
 
+@torch.no_grad()
 def test_residual_projections_start_smaller_where_asked():
     torch.manual_seed(0)
     model = GPT(CONFIG.replace(experts=0, scaled_residual_init=True))
