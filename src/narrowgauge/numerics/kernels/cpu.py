@@ -23,7 +23,7 @@ _BITS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-_layout = functools.cache(numba_cast.layout)
+_PLAIN = torch.contiguous_format
 _forked = False
 
 
@@ -38,26 +38,26 @@ os.register_at_fork(after_in_child=_note_fork)
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor that is not empty: float32, 0-dimensional, NaN where `x` holds NaN."""
-    bits, chunks = _array(x), _chunks(x)
+    bits, chunks = _array(x), chunks_for(x)
     largest = numba_cast.amax_serial(bits) if chunks == 1 else numba_cast.amax_parallel(bits, chunks)
-    integer = torch.int32 if x.dtype is torch.float32 else torch.int16
-    return torch.tensor(largest, dtype=integer).view(x.dtype).float()
+    integer = np.int32 if x.dtype is torch.float32 else np.int16
+    return torch.from_numpy(np.array(largest, integer)).view(x.dtype).float()
 
 
 def quantize(
     x: Tensor, quant_scale: Tensor | None, fmt: Format, codes: bool, carrier: torch.dtype | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Codes and carrier, each where asked for, of E4M3FN or E5M2; saturating, one scale for the whole tensor."""
-    encoded = torch.empty(x.shape, dtype=fmt.dtype) if codes else None
-    carried = torch.empty(x.shape, dtype=carrier) if carrier is not None else None
+    encoded = torch.empty_like(x, dtype=fmt.dtype, memory_format=_PLAIN) if codes else None
+    carried = torch.empty_like(x, dtype=carrier, memory_format=_PLAIN) if carrier is not None else None
     arguments = (
         _array(x),
         1.0 if quant_scale is None else quant_scale.item(),
-        _layout(fmt),
+        fmt.mantissa_bits,
         None if encoded is None else _array(encoded),
         None if carried is None else _array(carried),
     )
-    chunks = _chunks(x)
+    chunks = chunks_for(x)
     if chunks == 1:
         numba_cast.cast_serial(*arguments)
     else:
@@ -67,18 +67,18 @@ def quantize(
 
 def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[int, int]:
     """How many values a cast saturates, and how many it flushes to zero."""
-    return numba_cast.count_serial(_array(x), 1.0 if quant_scale is None else quant_scale.item(), _layout(fmt))
+    return numba_cast.count_serial(_array(x), 1.0 if quant_scale is None else quant_scale.item(), fmt.mantissa_bits)
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
     """The values of E4M3FN or E5M2 codes times the scale, in float32 or bfloat16."""
-    values = torch.empty(codes.shape, dtype=dtype)
+    values = torch.empty_like(codes, dtype=dtype, memory_format=_PLAIN)
     scale = 1.0 if dequant_scale is None else dequant_scale.item()
-    chunks = _chunks(codes)
+    chunks = chunks_for(codes)
     if chunks == 1:
-        numba_cast.decode_serial(_array(codes), scale, _layout(fmt), _array(values))
+        numba_cast.decode_serial(_array(codes), scale, fmt.mantissa_bits, _array(values))
     else:
-        numba_cast.decode_parallel(_array(codes), scale, _layout(fmt), _array(values), chunks)
+        numba_cast.decode_parallel(_array(codes), scale, fmt.mantissa_bits, _array(values), chunks)
     return values
 
 
@@ -87,7 +87,8 @@ def _array(x: Tensor) -> np.ndarray:
     return x.detach().contiguous().view(_BITS[x.dtype]).numpy().reshape(-1)
 
 
-def _chunks(x: Tensor) -> int:
+def chunks_for(x: Tensor) -> int:
+    """Into how many chunks, each for a thread, a kernel should split `x`; 1: run the serial form."""
     chunks = min(torch.get_num_threads(), x.numel() // MIN_CHUNK)
     return chunks if chunks > 1 and not _forked and _has_safe_threads() else 1
 

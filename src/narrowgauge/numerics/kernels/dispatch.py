@@ -1,7 +1,7 @@
 """Casts at speed: each call takes the fastest path for its tensor, and all paths give the same bits.
 
-Compiled and traced code (torch.compile, FakeTensorMode, any dispatch mode) sees one opaque operator of the `narrowgauge`
-namespace per call; eager code skips torch's dispatcher, which would cost more than a small cast.
+Compiled and traced code (torch.compile, FakeTensorMode, any dispatch mode) sees one opaque operator
+of the `narrowgauge` namespace per call; eager code skips torch's dispatcher, which would cost more than a small cast.
 """
 
 from __future__ import annotations

@@ -4,24 +4,22 @@ Each has a serial form (no thread of its own, the GIL released) and a parallel o
 touches at most three arrays: beyond that LLVM gives up proving that they do not overlap, and stops vectorizing.
 
 All arrays are flat and hold bits: `int32` those of float32, `uint16` of bfloat16, `int16` of float16, `uint8` codes. An
-output that is not wanted is None, which Numba compiles away. What a kernel knows of a format comes as a `Layout`.
+output that is not wanted is None, which Numba compiles away. A format is known by its number of mantissa bits, see
+`_layout`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from narrowgauge.numerics.formats import Format
-
-i32, f32 = np.int32, np.float32
+i16, i32, f32 = np.int16, np.int32, np.float32
 
 _INFINITY = np.int32(0x7F800000)
-_EXPONENT = np.int32(0x7F800000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SIGN = np.int32(-0x80000000)
 _NAN = np.int32(0x7FC00000)
@@ -29,28 +27,19 @@ _NAN = np.int32(0x7FC00000)
 _GRAIN = 256
 
 
-class Layout(NamedTuple):
-    """The numbers that describe an 8-bit float format to a kernel."""
+@njit(nogil=True, cache=True)
+def _layout(mantissa_bits: int) -> tuple[int, int, int, int]:
+    """What the casts know of E4M3FN (3 mantissa bits) or E5M2 (2): shift, align, least, top.
 
-    shift: np.int32  # mantissa bits of float32 that the format drops
-    align: np.int32  # shift as an exponent field: a float32 that much larger has one ulp of the format as its ulp
-    least: np.int32  # exponent field of the smallest normal value
-    top: np.int32  # float32 bits of the largest finite value
-    top_code: np.int32  # code of the largest finite value; what is above means infinity or NaN
-    unit: np.float32  # the smallest normal value
-
-
-def layout(fmt: Format) -> Layout:
-    """The layout of E4M3FN or E5M2."""
-    shift = 23 - fmt.mantissa_bits
-    return Layout(
-        shift=np.int32(shift),
-        align=np.int32(shift << 23),
-        least=np.int32((128 - fmt.bias) << 23),
-        top=np.float32(fmt.max).view(np.int32),
-        top_code=np.int32(0x7B if fmt.has_inf else 0x7E),
-        unit=np.float32(fmt.smallest_normal),
-    )
+    shift: mantissa bits of float32 that the format drops. align: shift as an exponent field, a float32 larger by that
+    factor has the format's spacing as its ulp. least: exponent field of the smallest normal value. top: float32 bits of
+    the largest value.
+    """
+    shift = 23 - mantissa_bits
+    bias = (1 << (6 - mantissa_bits)) - 1
+    top_code = 0x7E if mantissa_bits == 3 else 0x7B  # E5M2 keeps the highest exponent for infinity and NaN
+    top = (top_code << shift) + ((127 - bias) << 23)
+    return i32(shift), i32(shift << 23), i32((128 - bias) << 23), i32(top)
 
 
 @intrinsic
@@ -71,6 +60,16 @@ def _float(typing_context: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), codegen
+
+
+@intrinsic
+def _shift_right(typing_context: Any, bits: Any, count: Any) -> Any:
+    """A logical shift in 32 bits; Numba's own works in 64, with half the lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.lshr(*arguments)
+
+    return types.int32(types.int32, types.int32), codegen
 
 
 @intrinsic
@@ -119,32 +118,32 @@ def amax_parallel(x: Any, chunks: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def cast_serial(x: Any, scale: float, fmt: Layout, codes: Any, carrier: Any) -> None:
+def cast_serial(x: Any, scale: float, mantissa_bits: int, codes: Any, carrier: Any) -> None:
     """codes (uint8) = encode(x * scale), saturating; carrier = the values of the codes, as bits: uint16 or int32."""
     scale = f32(scale)
-    shift, align, least, top = fmt.shift, fmt.align, fmt.least, fmt.top
+    shift, align, least, top = _layout(mantissa_bits)
+    first = _shift_right(i32(least + align), shift)
     for i in range(len(x)):
         bits = _bits(f32(_widen(x[i]) * scale))
         magnitude = i32(bits & _MAGNITUDE)
         clamped = i32(min(magnitude, top))
         # a power of two whose ulp is the distance of the format's values here: adding it rounds, ties to even, once
-        grid = i32(max(i32(clamped & _EXPONENT), least) + align)
+        grid = i32(max(i32(clamped & _INFINITY), least) + align)
         rounded = f32(_float(clamped) + _float(grid))
         is_nan = magnitude > _INFINITY
         if codes is not None:
             steps = i32(_bits(rounded) - grid)
-            code = i32(i32(i32(grid - align - least) >> shift) + steps)
-            code = i32(0x7F) if is_nan else code
-            codes[i] = np.uint8(code | i32(i32(bits >> 24) & i32(0x80)))
+            sign = i32(_shift_right(bits, i32(24)) & i32(0x80))
+            code = i32(i32(i32(_shift_right(grid, shift) + steps) - first) | sign)
+            codes[i] = np.uint8(i32(sign | i32(0x7F)) if is_nan else code)
         if carrier is not None:
             value = _bits(f32(rounded - _float(grid)))
-            value = _NAN if is_nan else value
-            value = i32(value | i32(bits & _SIGN))
+            value = i32((_NAN if is_nan else value) | i32(bits & _SIGN))
             carrier[i] = i32(value >> 16) if carrier.itemsize == 2 else value
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def cast_parallel(x: Any, scale: float, fmt: Layout, codes: Any, carrier: Any, chunks: int) -> None:
+def cast_parallel(x: Any, scale: float, mantissa_bits: int, codes: Any, carrier: Any, chunks: int) -> None:
     """`cast_serial` over chunks in parallel."""
     size = _chunk(len(x), chunks)
     for c in prange(chunks):
@@ -152,51 +151,52 @@ def cast_parallel(x: Any, scale: float, fmt: Layout, codes: Any, carrier: Any, c
         cast_serial(
             x[start:stop],
             scale,
-            fmt,
+            mantissa_bits,
             None if codes is None else codes[start:stop],
             None if carrier is None else carrier[start:stop],
         )
 
 
 @njit(nogil=True, cache=True)
-def count_serial(x: Any, scale: float, fmt: Layout) -> tuple[int, int]:
+def count_serial(x: Any, scale: float, mantissa_bits: int) -> tuple[int, int]:
     """How many values lie beyond the largest before the clamp, and how many that are not zero become zero."""
     scale = f32(scale)
+    _, align, least, top = _layout(mantissa_bits)
     # the tie between zero and the smallest subnormal goes to zero
-    half = i32(i32(fmt.least + fmt.align) - i32(24 << 23))
+    half = i32(i32(least + align) - i32(24 << 23))
     saturated, flushed = i32(0), i32(0)
     for i in range(len(x)):
         value = f32(_widen(x[i]))
         magnitude = i32(_bits(f32(value * scale)) & _MAGNITUDE)
-        saturated += i32(magnitude > fmt.top) & i32(magnitude <= _INFINITY)
+        saturated += i32(magnitude > top) & i32(magnitude <= _INFINITY)
         flushed += i32(magnitude <= half) & i32(value != f32(0.0))
     return saturated, flushed
 
 
 @njit(nogil=True, cache=True)
-def decode_serial(codes: Any, scale: float, fmt: Layout, values: Any) -> None:
+def decode_serial(codes: Any, scale: float, mantissa_bits: int, values: Any) -> None:
     """values = codes * scale, as bits: int32 (float32), or uint16 (bfloat16, rounded once to nearest even)."""
     scale = f32(scale)
-    shift, least, unit, top_code = fmt.shift, fmt.least, fmt.unit, fmt.top_code
+    # as float16, whose exponent is as wide as E5M2's or wider, subnormals need no case of their own
+    shift = i16(10 - mantissa_bits)
+    rebias = f32(1.0) if mantissa_bits == 2 else f32(256.0)
+    nan = i16(i16(0x7F) << shift)
     for i in range(len(codes)):
-        code = i32(codes[i])
-        field = i32(code & i32(0x7F))
-        # read with the exponent field one too large, then less the implicit one: exact for subnormals
-        low = _bits(f32(_float(i32(i32(field << shift) + least)) - unit))
-        high = i32(i32(field << shift) + i32(least - i32(1 << 23)))
-        value = low if field < i32(1 << i32(23 - shift)) else high
-        if field > top_code:
-            value = _INFINITY if field == i32(0x7C) else _NAN
-        bits = _bits(f32(_float(i32(value | i32(i32(code & i32(0x80)) << 24))) * scale))
+        code = i16(np.int8(codes[i]))
+        magnitude = i16(i16(code & i16(0x7F)) << shift)
+        magnitude = i16(0x7E00) if magnitude == nan else magnitude
+        half = i16(magnitude | i16(code & i16(-0x8000)))
+        bits = _bits(f32(f32(_widen(half) * rebias) * scale))
         if values.itemsize == 2:
-            values[i] = i32(i32(bits + i32(0x7FFF) + i32(i32(bits >> 16) & i32(1))) >> 16)
+            rounded = i32(_shift_right(i32(bits + i32(0x7FFF) + i32(_shift_right(bits, i32(16)) & i32(1))), i32(16)))
+            values[i] = i32(0x7FC0) if i32(bits & _MAGNITUDE) > _INFINITY else rounded
         else:
             values[i] = bits
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def decode_parallel(codes: Any, scale: float, fmt: Layout, values: Any, chunks: int) -> None:
+def decode_parallel(codes: Any, scale: float, mantissa_bits: int, values: Any, chunks: int) -> None:
     """`decode_serial` over chunks in parallel."""
     size = _chunk(len(codes), chunks)
     for c in prange(chunks):
-        decode_serial(codes[c * size : (c + 1) * size], scale, fmt, values[c * size : (c + 1) * size])
+        decode_serial(codes[c * size : (c + 1) * size], scale, mantissa_bits, values[c * size : (c + 1) * size])
