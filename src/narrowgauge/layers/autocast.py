@@ -12,9 +12,9 @@ with the same dtypes and another order of summation. Converted layers are the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,39 +45,33 @@ def autocast(recipe: str | Recipe, device: torch.device | str | None = None) -> 
     else the CPU. With compute FP32 the region turns an outer autocast off. Raises RecipeError for an unknown recipe.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return region(library.recipe(recipe).resolve(device), device.type)
+    resolved = library.recipe(recipe).resolve(device)
+    return (
+        _emulated_region(resolved) if emulates_products(resolved, device.type) else torch_region(resolved, device.type)
+    )
 
 
-def region(recipe: Recipe, device_type: str) -> Any:
-    """The region of a resolved recipe on a type of device."""
+def torch_region(recipe: Recipe, device_type: str) -> torch.autocast:
+    """The torch.autocast of a resolved recipe on a type of device."""
     if recipe.compute is FP32:
         return torch.autocast(device_type, enabled=False)
-    if recipe.compute is FP16 and device_type == "cpu":
-        return EmulatedFloat16()
     return torch.autocast(device_type, dtype=recipe.compute_dtype, cache_enabled=False)
 
 
-class EmulatedFloat16(ContextDecorator):
-    """torch.autocast to float16 on a CPU, with emulated products. May be entered again, and by several threads."""
-
-    def __init__(self) -> None:
-        self._entered: list[ExitStack] = []
-
-    def _recreate_cm(self) -> Self:
-        return type(self)()
-
-    def __enter__(self) -> Self:
-        stack = ExitStack()
-        stack.enter_context(torch.autocast("cpu", dtype=torch.float16, cache_enabled=False))
-        stack.enter_context(_EmulateProducts())
-        self._entered.append(stack)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.pop().__exit__(*exception)
+def emulates_products(recipe: Recipe, device_type: str) -> bool:
+    """True where `EmulatedProducts` belongs inside the torch.autocast of a resolved recipe."""
+    return recipe.compute is FP16 and device_type == "cpu"
 
 
-class _EmulateProducts(TorchFunctionMode):
+@contextmanager
+def _emulated_region(recipe: Recipe) -> Iterator[None]:
+    with torch_region(recipe, "cpu"), EmulatedProducts():
+        yield
+
+
+class EmulatedProducts(TorchFunctionMode):
+    """Inside torch.autocast to float16 on the CPU: products in float32 of operands rounded to float16."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

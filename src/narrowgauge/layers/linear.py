@@ -54,7 +54,8 @@ class Linear(DelayedState, nn.Linear):
         if self.recipe is None:
             return F.linear(x, self.weight, self.bias)
         check_operands(self, x)
-        record = self.training and torch.is_grad_enabled()
+        # an empty batch says nothing about any magnitude
+        record = self.training and torch.is_grad_enabled() and x.numel() > 0
         if self.delayed_rules and self.training:
             self._keep_state(x, record)
         casts = self.training_casts if self.training else self.evaluation_casts
@@ -71,11 +72,9 @@ class Linear(DelayedState, nn.Linear):
         )
 
     def _keep_state(self, x: Tensor, record: bool) -> None:
-        # compiled code never runs inside a backward: its recomputation is a part of the compiled backward graph
-        in_backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if not self.rolls_at_step and not in_backward and not torch.is_inference_mode_enabled():
+        if not self.rolls_at_step and _may_roll():
             delayed.roll_before_forward(self)
-        if record and x.numel():
+        if record:
             self.get_buffer(delayed.PENDING).fill_(True)
 
     def reset_parameters(self) -> None:
@@ -103,6 +102,13 @@ def evaluation_casts(recipe: Recipe, quantized: bool) -> LinearCasts:
         recipe = recipe.replace(input=spec, weight=spec, override_linear_precision=(False, False, False))
         return LinearCasts.of(recipe, quantized=True)
     return LinearCasts.of(recipe, quantized=False)
+
+
+def _may_roll() -> bool:
+    """False inside a backward, where a forward is a recomputation, and in inference mode."""
+    if torch.compiler.is_compiling():
+        return True  # compiled code recomputes as a part of its backward graph
+    return torch._C._current_graph_task_id() == -1 and not torch.is_inference_mode_enabled()
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.layers.autocast import region
+from narrowgauge.layers.autocast import EmulatedProducts, emulates_products, torch_region
 from narrowgauge.layers.convert import device_of
 from narrowgauge.recipes.spec import Recipe
 
@@ -38,7 +38,11 @@ class AutocastForward:
         return inspect.signature(self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with region(self.recipe, device_of(self.module).type):
+        device_type = device_of(self.module).type
+        with torch_region(self.recipe, device_type):
+            if emulates_products(self.recipe, device_type):
+                with EmulatedProducts():
+                    return self.plain(*args, **kwargs)
             return self.plain(*args, **kwargs)
 
 

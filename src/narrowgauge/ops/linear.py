@@ -104,6 +104,7 @@ class _Linear(torch.autograd.Function):
         dtypes = {GRAD_INPUT.name: call.input_dtype, GRAD_WEIGHT.name: call.weight_dtype}
         grads: dict[str, Tensor] = {}
         left_casts: dict[Any, Cast] = {}
+        saved_tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
         for gemm in (GRAD_INPUT, GRAD_WEIGHT):
             if gemm.name not in ctx.saved:
                 continue
@@ -115,7 +116,7 @@ class _Linear(torch.autograd.Function):
                     gemm.left, rows, spec, keep_codes=False, carrier=backend.carrier, counted=counted
                 )
             left = left_casts[spec, backend.carrier].factor(backend)
-            right = _restored(ctx, gemm).factor(backend)
+            right = _restored(ctx, gemm, saved_tensors).factor(backend)
             grads[gemm.name] = multiply(gemm, left, right, backend, dtypes[gemm.name])
         grad_x = grads[GRAD_INPUT.name].reshape(ctx.input_shape) if GRAD_INPUT.name in grads else None
         grad_bias = None
@@ -141,11 +142,11 @@ def _cast_pair(
     return now, call.caster.cast(role, x, spec_later, keep_codes=True, carrier=None, counted=counted, source=source)
 
 
-def _restored(ctx: Any, gemm: Gemm) -> Cast:
+def _restored(ctx: Any, gemm: Gemm, saved_tensors: tuple[Any, ...]) -> Cast:
     """The right-hand operand of a backward GEMM, from what forward saved."""
     call: _Call = ctx.call
     saved: _Saved = ctx.saved[gemm.name]
-    codes, dequant_scale = ctx.saved_tensors[saved.at : saved.at + 2]
+    codes, dequant_scale = saved_tensors[saved.at : saved.at + 2]
     if saved.format is not None:
         return Cast(codes, None, dequant_scale, saved.format)
     spec = call.casts.spec(gemm, gemm.right)

@@ -142,11 +142,13 @@ def cast_by(
         return _cast_wide(x, spec.format, count)
     keep_codes = keep_codes or carrier is None
     done = cast_operand(x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count)
+    dequant_scale = done.dequant_scale
+    if dequant_scale is not None and done.amax is not None and spec.format.saturating:
+        # the cast has saturated an infinity: the product must still show it, or no loss scaler or guard would see it
+        dequant_scale = torch.where(done.amax.isfinite(), dequant_scale, done.amax)
     # a delayed scale lives in a buffer that the next roll overwrites: what was used is kept
     used = None if quant_scale is None else quant_scale.clone()
-    return Cast(
-        done.codes, done.carrier, done.dequant_scale, spec.format, done.amax, used, done.saturated, done.flushed
-    )
+    return Cast(done.codes, done.carrier, dequant_scale, spec.format, done.amax, used, done.saturated, done.flushed)
 
 
 def _cast_wide(x: Tensor, fmt: Format, count: bool) -> Cast:
