@@ -1,0 +1,166 @@
+"""A run that was killed, stopped or damaged and then resumed is bitwise the run that never was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.observe import journal
+from narrowgauge.train.events import Event, RunStarted, Status, Warned, ignore
+from narrowgauge.train.loop import resume, run
+from narrowgauge.train.run_folder import RunFolder
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "bf16", "fp16_pure", "fp8_current", "tf32")]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("recipe", ["fp8_delayed", *SLOW])
+def test_killed_at_any_step_and_resumed_is_the_same_run(recipe: str, make_config, start, ending) -> None:  # case 69
+    changes = {"recipe": recipe, "steps": 40, "save_every": 7, "eval_every": 10, "accumulation": 2}
+    whole = run(make_config("whole", **changes))
+    killed = start(make_config("killed", **changes))
+    at = random.randrange(1, 30)
+    killed.wait_for_step(at)
+    killed.popen.kill()
+    assert killed.popen.wait() == -signal.SIGKILL
+    assert len(journal.read(killed.folder.journal).of_kind("step")) < 40
+    result = resume(killed.folder.path)
+    assert result.status is Status.FINISHED and result.step == 40
+    found, expected = ending(killed.folder.path), ending(whole.run_dir)
+    assert found.steps == expected.steps, f"killed at step {at}"
+    assert found.evaluations == expected.evaluations
+    assert found.files == expected.files
+
+
+@pytest.mark.multiproc
+def test_sigterm_finishes_the_step_saves_and_exits_with_130(make_config, start, ending) -> None:
+    changes = {"steps": 40, "save_every": 0, "eval_every": 5}
+    whole = run(make_config("whole", **changes))
+    stopped = start(make_config("stopped", **changes))
+    stopped.wait_for_step(3)
+    stopped.popen.send_signal(signal.SIGTERM)
+    output, errors = stopped.popen.communicate(timeout=120)
+    assert stopped.popen.returncode == 130, (output, errors)
+    last = journal.read(stopped.folder.journal).of_kind("step")[-1]["step"]
+    assert stopped.folder.steps() == [last] and last < 40
+    assert "narrowgauge resume" in output
+    resume(stopped.folder.path)
+    found, expected = ending(stopped.folder.path), ending(whole.run_dir)
+    assert found == expected
+
+
+def test_a_run_with_the_same_seed_repeats_itself_and_another_seed_does_not(make_config, ending) -> None:
+    a, b, c = (ending(run(make_config(name, seed=seed)).run_dir) for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    assert a == b and a.steps != c.steps
+
+
+def test_the_journal_is_cut_back_to_the_checkpoint_first(make_config, ending) -> None:
+    folder = RunFolder(run(make_config("a")).run_dir)
+    expected = ending(folder.path)
+    shutil.rmtree(folder.checkpoint(8))  # as if killed after step 8, before its checkpoint
+    with folder.journal.open("ab") as file:
+        file.write(b'{"kind": "step", "step": 9')
+    started: list[RunStarted] = []
+    resume(folder.path, lambda event: started.append(event) if isinstance(event, RunStarted) else None)
+    assert started[0].step == 4 and started[0].resumed_from == folder.checkpoint(4)
+    assert ending(folder.path) == expected
+    contents = journal.read(folder.journal)
+    assert [row["step"] for row in contents.of_kind("step")] == list(range(1, 9))
+    assert [row["step"] for row in contents.of_kind("resumed")] == [4]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(make_config, ending) -> None:
+    folder = RunFolder(run(make_config("a")).run_dir)
+    expected = ending(folder.path)
+    shutil.rmtree(folder.checkpoints)
+    assert resume(folder.path).status is Status.FINISHED
+    assert ending(folder.path) == expected
+
+
+def test_a_finished_run_has_nothing_left_to_do(make_config, ending) -> None:
+    folder = RunFolder(run(make_config("a")).run_dir)
+    expected = ending(folder.path)
+    assert resume(folder.path).status is Status.FINISHED
+    assert ending(folder.path) == expected
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_checkpoint_names_the_last_good_one_which_works(damage: str, make_config, ending) -> None:
+    folder = RunFolder(run(make_config("a", steps=12)).run_dir)
+    expected = ending(folder.path)
+    weights = folder.checkpoint(12) / "model.safetensors"
+    data = weights.read_bytes()
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(data[:1000] if damage == "truncated" else data[:-9] + b"\x55" + data[-8:])
+    with pytest.raises(
+        CheckpointError, match=r"step-000012.*last good checkpoint is step-000008.*--checkpoint step-000008"
+    ):
+        resume(folder.path)
+    warnings: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Warned):
+            warnings.append(event.message)
+
+    resume(folder.path, listen, checkpoint="last-good")
+    assert any("step-000012 was removed" in message for message in warnings)
+    assert ending(folder.path) == expected
+
+
+def test_a_named_checkpoint_is_used_and_an_unknown_one_lists_what_is_there(make_config, ending) -> None:
+    folder = RunFolder(run(make_config("a", steps=12)).run_dir)
+    expected = ending(folder.path)
+    with pytest.raises(CheckpointError, match="step-000004, step-000008, step-000012"):
+        resume(folder.path, checkpoint="step-000005")
+    resume(folder.path, checkpoint="step-000004")
+    assert ending(folder.path) == expected
+
+
+def test_only_the_last_checkpoints_are_kept(make_config) -> None:
+    folder = RunFolder(run(make_config("a", steps=10, save_every=2, keep_last=2)).run_dir)
+    assert folder.steps() == [8, 10]
+
+
+def test_other_text_than_before_is_refused(make_config, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time\n" * 100)
+    data = {"corpus": str(text), "tokenizer": "bytes"}
+    folder = RunFolder(run(make_config("a", data=data)).run_dir)
+    shutil.rmtree(folder.checkpoint(8))
+    text.write_text("another story\n" * 100)
+    with pytest.raises(CheckpointError, match="same text"):
+        resume(folder.path)
+
+
+def test_a_taken_name_and_a_folder_that_is_no_run_are_refused(make_config, tmp_path: Path) -> None:
+    config = make_config("a", steps=1, eval_every=0)
+    run(config)
+    with pytest.raises(ConfigError, match="narrowgauge resume"):
+        run(config)
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        resume(tmp_path)
+
+
+def test_two_writers_of_one_run_are_refused(make_config) -> None:
+    def listen(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            with pytest.raises(ConfigError, match="another process"):
+                resume(event.run_dir)
+
+    run(make_config("a", steps=1), listen)
+
+
+def test_the_configuration_in_the_folder_repeats_the_run(make_config, ending) -> None:
+    folder = RunFolder(run(make_config("a", threads=0)).run_dir)
+    config: Any = folder.read_config()
+    assert config.threads > 0 and config.name == "a"
+    config.name = "b"
+    assert ending(run(config, ignore).run_dir) == ending(folder.path)
