@@ -15,6 +15,9 @@ from narrowgauge.errors import (
     RecipeError,
 )
 
+# not lazy: it tells torch.load(weights_only=True) that files may hold QuantizedTensors
+from narrowgauge.tensors import quantized as _quantized  # noqa: F401
+
 __version__ = "0.1.0"
 
 # public name -> the module that defines it; loaded on first use, so that importing the package stays cheap
@@ -43,6 +46,7 @@ _HOMES = {
     "clip_grad_norm_": "optim.clip",
     "save": "train.checkpoint",
     "load": "train.checkpoint",
+    "ledger": "observe.ledger",
 }
 _MODULES = {"formats": "numerics.formats", "optim": "optim"}
 
@@ -50,13 +54,14 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
     from narrowgauge import optim
     from narrowgauge.layers.autocast import autocast
     from narrowgauge.layers.convert import convert
-    from narrowgauge.prepare import prepare
     from narrowgauge.layers.report import ConversionReport, report
     from narrowgauge.numerics import formats
     from narrowgauge.numerics.rounding import NEAREST_EVEN
     from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_UP, NONE, TENSOR_POW2, Delayed
+    from narrowgauge.observe.ledger import ledger
     from narrowgauge.optim.clip import clip_grad_norm_
     from narrowgauge.optim.scaler import LossScaler
+    from narrowgauge.prepare import prepare
     from narrowgauge.recipes.library import DelayedScaling, recipe, recipe_names
     from narrowgauge.recipes.spec import PER_TENSOR, CastSpec, Recipe
     from narrowgauge.tensors.quantized import QuantizedTensor, quantize
@@ -66,7 +71,7 @@ __all__ = [
     "CURRENT", "CURRENT_POW2", "CastSpec", "CheckpointError", "ConfigError", "ConversionError", "ConversionReport",
     "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_UP", "LossScaler", "NEAREST_EVEN", "NONE",
     "NarrowgaugeError", "PER_TENSOR", "QuantizedTensor", "Recipe", "RecipeError", "TENSOR_POW2", "autocast",
-    "clip_grad_norm_", "convert", "formats", "load", "optim", "prepare", "quantize", "recipe", "recipe_names",
+    "clip_grad_norm_", "convert", "formats", "ledger", "load", "optim", "prepare", "quantize", "recipe", "recipe_names",
     "report", "save",
 ]  # fmt: skip
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from narrowgauge.layers.delayed import is_state_name
+
 ACTIVATION = "activation"
 SCALING = "scaling"  # delayed scaling's histories and scales
 BUFFER = "buffer"
@@ -74,7 +76,7 @@ def ledger(
                 if isinstance(value, Tensor):
                     counter.add(_STATE_ROLES.get(key, key), value)
     for name, buffer in model.named_buffers():
-        counter.add(SCALING if _is_scaling(name) else BUFFER, buffer)
+        counter.add(SCALING if is_state_name(name.rpartition(".")[2]) else BUFFER, buffer)
     return Ledger(counter.bytes, sum(p.numel() for p in parameters), activation)
 
 
@@ -118,10 +120,6 @@ class _Counter:
             if key not in self.seen:
                 self.seen.add(key)
                 self.bytes[role] = self.bytes.get(role, 0) + storage.nbytes()
-
-
-def _is_scaling(name: str) -> bool:
-    return any(part in name.rsplit(".", 1)[-1] for part in ("amax", "scale"))
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[int, torch.UntypedStorage]]:

@@ -62,6 +62,11 @@ def test_quantized_parameters_count_codes_and_scale() -> None:
     assert 32 * 32 + 4 <= found <= 32 * 32 + 16
 
 
+def test_delayed_scaling_counts_its_histories_and_scales() -> None:
+    model, _ = ng.prepare(nn.Sequential(nn.Linear(32, 32)), None, ng.DelayedScaling(amax_history_len=16))
+    assert ng.ledger(model).roles["scaling"] == 3 * (16 * 4 + 4) + 8 + 1
+
+
 def test_saved_activations_leave_parameters_out_and_count_each_storage_once() -> None:
     model = nn.Linear(16, 16)
     x = torch.randn(8, 16)
