@@ -40,7 +40,7 @@ _HOMES = {
     "ConversionReport": "layers.report",
     "convert": "layers.convert",
     "report": "layers.report",
-    "prepare": "prepare",
+    "prepare": "preparation",  # a module of its own name would hide the function once it is loaded
     "autocast": "layers.autocast",
     "LossScaler": "optim.scaler",
     "clip_grad_norm_": "optim.clip",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
     from narrowgauge.observe.ledger import ledger
     from narrowgauge.optim.clip import clip_grad_norm_
     from narrowgauge.optim.scaler import LossScaler
-    from narrowgauge.prepare import prepare
+    from narrowgauge.preparation import prepare
     from narrowgauge.recipes.library import DelayedScaling, recipe, recipe_names
     from narrowgauge.recipes.spec import PER_TENSOR, CastSpec, Recipe
     from narrowgauge.tensors.quantized import QuantizedTensor, quantize

@@ -50,6 +50,12 @@ def test_every_public_name_resolves():
         assert name in dir(ng)
 
 
+def test_no_submodule_hides_a_public_name_once_it_is_loaded():
+    # importing a submodule sets it as an attribute of the package: a function of the same name would be gone
+    modules = {path.stem for path in (ROOT / "src" / "narrowgauge").iterdir() if path.suffix in ("", ".py")}
+    assert modules & set(ng.__all__) == {"optim"}  # which is meant as the module
+
+
 def test_an_unknown_attribute_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'preprae'"):
         _ = ng.preprae

@@ -15,7 +15,7 @@ from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.models.gpt import GPT
 from narrowgauge.optim.guard import StepGuard
 from narrowgauge.optim.scaler import LossScaler
-from narrowgauge.prepare import prepare
+from narrowgauge.preparation import prepare
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.sections import OptimizerConfig
 

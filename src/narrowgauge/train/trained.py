@@ -13,7 +13,7 @@ from narrowgauge.data.prepare import Dataset, prepare_data
 from narrowgauge.data.tokenizer import Tokenizer
 from narrowgauge.errors import CheckpointError, DataError
 from narrowgauge.models.gpt import GPT
-from narrowgauge.prepare import prepare
+from narrowgauge.preparation import prepare
 from narrowgauge.train.assemble import build_model
 from narrowgauge.train.checkpoint import load
 from narrowgauge.train.config import TrainConfig
