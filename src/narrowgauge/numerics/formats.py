@@ -48,16 +48,15 @@ class Format:
 
     @property
     def smallest_normal(self) -> float:
-        return 1.0 if self.is_integer else 2.0 ** (1 - self.bias)
+        if self.is_integer:
+            return 1.0
+        lowest_field = 1 if self.mantissa_bits else 0  # E8M0 has no subnormals, so exponent field 0 is like the others
+        return 2.0 ** (lowest_field - self.bias)
 
     @property
     def smallest_subnormal(self) -> float:
         """The smallest positive value; E8M0 has no subnormals and gives its smallest power of two."""
-        if self.is_integer:
-            return 1.0
-        if self.mantissa_bits == 0:
-            return 2.0**-self.bias
-        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+        return self.smallest_normal if self.is_integer else self.smallest_normal * 2.0**-self.mantissa_bits
 
     @property
     def nan_code(self) -> int | None:

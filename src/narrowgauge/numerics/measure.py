@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics import rounding
 from narrowgauge.numerics.formats import Format
 
 
@@ -17,6 +18,8 @@ def sqnr_db(x: Tensor, approximation: Tensor) -> float:
     signal, noise = x.square().sum(), (x - approximation).square().sum()
     if noise == 0:
         return float("inf")
+    if not noise.isfinite():
+        return float("nan")
     return float(10 * torch.log10(signal / noise))
 
 
@@ -25,10 +28,9 @@ def share_saturated(x: Tensor, quant_scale: Tensor, fmt: Format) -> float:
     return _share((x.float() * quant_scale).abs() > fmt.max)
 
 
-def share_flushed(x: Tensor, codes: Tensor) -> float:
+def share_flushed(x: Tensor, codes: Tensor, fmt: Format) -> float:
     """Share of the values that are not zero but whose code stands for zero (+0 or -0); 0 for an empty tensor."""
-    zero = (codes.view(torch.uint8) & 0x7F) == 0 if codes.element_size() == 1 else codes == 0
-    return _share((x != 0) & zero)
+    return _share((x != 0) & (rounding.decode(codes, fmt) == 0))
 
 
 def _share(mask: Tensor) -> float:

@@ -7,6 +7,7 @@ Narrow formats saturate at +-max (so does infinity), wide ones overflow to infin
 from __future__ import annotations
 
 import functools
+import math
 from enum import Enum
 
 import torch
@@ -31,13 +32,18 @@ NEAREST_EVEN = Rounding.NEAREST_EVEN
 def encode(x: Tensor, fmt: Format, *, saturating: bool | None = None) -> Tensor:
     """Cast to codes of `fmt` by round to nearest even.
 
-    x: any floating dtype, any shape. Returns a tensor of `fmt.dtype` of the same shape (formats below 8 bits: one code
-    a byte, in the low bits). `saturating` overrides what the format does beyond its maximum (scaled FP16 storage
-    saturates, FP16 arithmetic does not). Raises RecipeError for NaN in a format that has none.
+    x: any floating dtype (float64 is rounded to float32 first), any shape. Returns a tensor of `fmt.dtype` of the same
+    shape (formats below 8 bits: one code a byte, in the low bits; TF32: float32 values). `saturating` overrides what
+    the format does beyond its maximum: scaled FP16 storage saturates, FP16 arithmetic does not. Raises RecipeError for
+    NaN in a format that has none, and for `saturating=False` in one that has no infinity.
     """
     x = x.float()
     if fmt.saturating if saturating is None else saturating:
         x = x.clamp(-fmt.max if fmt.signed else 0.0, fmt.max)
+    elif not fmt.has_inf:
+        raise RecipeError(
+            f"saturating=False: {fmt.name} has no infinity to overflow to; leave saturating out, or use E5M2"
+        )
     if fmt is TF32:
         return _round_to_tf32(x)
     if fmt.is_integer:
@@ -52,7 +58,7 @@ def encode(x: Tensor, fmt: Format, *, saturating: bool | None = None) -> Tensor:
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of `codes` (a tensor of `fmt.dtype`) in `dtype`, exact where `dtype` holds them."""
     if fmt.dtype is torch.uint8 and not fmt.is_integer:
-        return _code_values(fmt, codes.device)[codes.int()].to(dtype)
+        return torch.tensor(_code_values(fmt), device=codes.device)[codes.int()].to(dtype)
     return codes.to(dtype)
 
 
@@ -89,12 +95,12 @@ def _encode_small(x: Tensor, fmt: Format) -> Tensor:
 
 
 @functools.cache
-def _code_values(fmt: Format, device: torch.device) -> Tensor:
-    """The value of every code of a small float format, as float32."""
-    code = torch.arange(1 << fmt.bits, device=device)
-    field = code & ((1 << (fmt.bits - 1)) - 1)
-    exponent, mantissa = field >> fmt.mantissa_bits, field & ((1 << fmt.mantissa_bits) - 1)
-    implicit = (exponent > 0).int() << fmt.mantissa_bits
-    power = exponent.clamp(min=1) - fmt.bias - fmt.mantissa_bits
-    value = torch.ldexp((mantissa + implicit).float(), power)
-    return torch.where(code >> (fmt.bits - 1) == 1, -value, value)
+def _code_values(fmt: Format) -> tuple[float, ...]:
+    """The value of every code of a small float format."""
+    half = 1 << (fmt.bits - 1)
+    values = []
+    for field in range(half):
+        exponent, mantissa = field >> fmt.mantissa_bits, field & ((1 << fmt.mantissa_bits) - 1)
+        implicit = (1 << fmt.mantissa_bits) if exponent else 0
+        values.append(math.ldexp(mantissa + implicit, max(exponent, 1) - fmt.bias - fmt.mantissa_bits))
+    return (*values, *(-value for value in values))

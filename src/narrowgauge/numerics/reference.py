@@ -1,0 +1,168 @@
+"""The scalar twin: casts and scales of one value in exact rational arithmetic, slow and plain.
+
+Everything works on the bits of a float32 as a Python int. Each fast path is held against this module bit for bit.
+"""
+
+from __future__ import annotations
+
+import struct
+from fractions import Fraction
+
+from narrowgauge.numerics.formats import E8M0FNU, FP32, TF32, Format
+from narrowgauge.numerics.scaling import ScaleRule
+
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+SIGN = 0x80000000
+FLT_MAX = 0x7F7FFFFF
+
+
+def bits_of(value: float) -> int:
+    """The bits of a Python float rounded to float32."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def float_of(bits: int) -> float:
+    """The value that float32 bits stand for."""
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+def encode(bits: int, fmt: Format, *, saturating: bool | None = None) -> int:
+    """The code of a float32, given as its bits, by round to nearest even.
+
+    `saturating` None: the format's own rule. INT8 codes are two's complement bytes, TF32 codes float32 bits. Raises
+    ValueError for a value that the format cannot express: NaN without a NaN, overflow without infinity.
+    """
+    saturating = fmt.saturating if saturating is None else saturating
+    negative, magnitude = bits >= SIGN, bits % SIGN
+    if magnitude > INFINITY:
+        if fmt.nan_code is None:
+            raise ValueError(f"{fmt.name} has no NaN")
+        code = fmt.nan_code << 13 if fmt is TF32 else fmt.nan_code
+        return _with_sign(code, negative, fmt)
+    if negative and not fmt.signed:
+        negative, magnitude = False, 0
+    if magnitude == INFINITY:
+        return _with_sign(_overflow(fmt, saturating), negative, fmt)
+    value = Fraction(float_of(magnitude))
+    if saturating:
+        value = min(value, Fraction(fmt.max))
+    if fmt.is_integer:
+        integer = round(value)  # Python rounds ties to even
+        return (-integer if negative else integer) % 256
+    if fmt is E8M0FNU:
+        return _encode_e8m0(value)
+    code, rounded = _nearest(value, fmt)
+    if rounded > fmt.max:
+        return _with_sign(_overflow(fmt, saturating), negative, fmt)
+    return _with_sign(code << 13 if fmt is TF32 else code, negative, fmt)
+
+
+def decode(code: int, fmt: Format) -> int:
+    """The float32 bits of the value of a code; every NaN gives the quiet NaN 0x7FC00000 (with the sign of the code)."""
+    if fmt in (FP32, TF32):
+        return code
+    if fmt.is_integer:
+        return bits_of(code - 256 if fmt.signed and code > 127 else code)
+    if fmt is E8M0FNU:
+        return NAN if code == 0xFF else bits_of(2.0 ** (code - fmt.bias))
+    half = 1 << (fmt.bits - 1)
+    sign = SIGN if code >= half else 0
+    exponent, mantissa = (code % half) >> fmt.mantissa_bits, code % (1 << fmt.mantissa_bits)
+    if fmt.has_inf and exponent == (1 << fmt.exponent_bits) - 1:
+        return sign | (NAN if mantissa else INFINITY)
+    if fmt.has_nan and code % half == fmt.nan_code:
+        return sign | NAN
+    steps = mantissa + (1 << fmt.mantissa_bits if exponent else 0)
+    return sign | bits_of(float(steps * _power(max(exponent, 1) - fmt.bias - fmt.mantissa_bits)))
+
+
+def quant_scale(amax: int, fmt: Format, rule: ScaleRule) -> int:
+    """Float32 bits of the multiplier that follows from an amax, given as its bits."""
+    if rule is ScaleRule.NONE:
+        return bits_of(1.0)
+    if rule is ScaleRule.E8M0_UP:
+        byte = e8m0_byte_up(amax, fmt)
+        return NAN if byte == 0xFF else bits_of(2.0 ** (127 - byte))
+    if amax == 0 or amax >= INFINITY:
+        return bits_of(1.0)
+    ratio = divide(bits_of(fmt.max), amax)
+    if rule is ScaleRule.TENSOR_POW2:
+        return bits_of(2.0 ** min(_floor_log2(Fraction(float_of(ratio))) if ratio < INFINITY else 127, 126))
+    scale = min(ratio, FLT_MAX)
+    return scale & INFINITY if rule is ScaleRule.CURRENT_POW2 else scale
+
+
+def dequant_scale(scale: int) -> int:
+    """Float32 bits of fl(1 / quant_scale)."""
+    return divide(bits_of(1.0), scale)
+
+
+def e8m0_byte_up(amax: int, fmt: Format) -> int:
+    """The OCP MX scale byte of an amax, rounded up to a power of two."""
+    if amax >= INFINITY:
+        return 0xFE if amax == INFINITY else 0xFF
+    inverse = Fraction(float_of(divide(bits_of(1.0), bits_of(fmt.max))))
+    ratio = Fraction(float_of(_float32(Fraction(float_of(amax)) * inverse)))
+    return next(byte for byte in range(0xFF) if ratio <= _power(byte - 127) or byte == 0xFE)
+
+
+def divide(a: int, b: int) -> int:
+    """Bits of the float32 quotient of two positive finite float32, rounded once to nearest even."""
+    return _float32(Fraction(float_of(a)) / Fraction(float_of(b)))
+
+
+def multiply(a: int, b: int) -> int:
+    """Bits of the float32 product of two finite float32, rounded once to nearest even."""
+    return ((a ^ b) & SIGN) | _float32(abs(Fraction(float_of(a)) * Fraction(float_of(b))))
+
+
+def _float32(value: Fraction) -> int:
+    code, rounded = _nearest(value, FP32)
+    return INFINITY if rounded > FP32.max else code
+
+
+def _nearest(value: Fraction, fmt: Format) -> tuple[int, Fraction]:
+    """Code, without sign, and value of the nearest number of the format's grid, were its exponent unbounded."""
+    lowest = 1 - fmt.bias
+    exponent = max(_floor_log2(value), lowest) if value else lowest
+    spacing = _power(exponent - fmt.mantissa_bits)
+    steps = round(value / spacing)  # Python rounds ties to even
+    return ((exponent - lowest) << fmt.mantissa_bits) + steps, steps * spacing
+
+
+def _encode_e8m0(value: Fraction) -> int:
+    lowest = _power(-E8M0FNU.bias)
+    if value <= lowest:
+        return 0
+    exponent = _floor_log2(value)
+    # half way goes up; so does all that lies between the two lowest powers, in torch and ml_dtypes alike
+    up = value >= Fraction(3, 2) * _power(exponent) or value < 2 * lowest
+    return exponent + E8M0FNU.bias + int(up)
+
+
+def _overflow(fmt: Format, saturating: bool) -> int:
+    """The code, without sign, of what lies beyond the maximum."""
+    if saturating:
+        return encode(bits_of(fmt.max), fmt)
+    if not fmt.has_inf:
+        raise ValueError(f"{fmt.name} has no infinity")
+    infinity = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
+    return infinity << 13 if fmt is TF32 else infinity
+
+
+def _with_sign(code: int, negative: bool, fmt: Format) -> int:
+    if not negative or not fmt.signed:
+        return code
+    if fmt.is_integer:
+        return -code % 256
+    return code | (SIGN if fmt is TF32 else 1 << (fmt.bits - 1))
+
+
+def _floor_log2(value: Fraction) -> int:
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent if value >= _power(exponent) else exponent - 1
+
+
+def _power(exponent: int) -> Fraction:
+    return Fraction(2) ** exponent
