@@ -183,4 +183,6 @@ def _member(kind: type[StrEnum], field: str, value: Any) -> StrEnum:
     try:
         return kind(value)
     except ValueError:
-        raise ConfigError(f"{field}={value!r}: expected one of {', '.join(kind)}{closest(str(value), map(str, kind))}") from None
+        raise ConfigError(
+            f"{field}={value!r}: expected one of {', '.join(kind)}{closest(str(value), map(str, kind))}"
+        ) from None

@@ -134,7 +134,7 @@ class GPT(nn.Module):
         x = self.embedding(ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(start, start + ids.shape[1], device=ids.device))
-        rope = None if self.rope is None else self.rope(start, ids.shape[1])
+        rope = None if self.rope is None else self.rope(start, ids.shape[1], ids.device)
         balances = []
         for block in self.blocks:
             if self.activation_checkpointing and self.training and torch.is_grad_enabled():

@@ -49,7 +49,9 @@ class Rope(nn.Module):
 
     def reset_parameters(self) -> None:
         """Fill the tables on the device where they are; on the meta device there is nothing to fill."""
-        device = self.cos.device
+        self._fill(self.cos.device)
+
+    def _fill(self, device: torch.device) -> None:
         if device.type == "meta":
             self.cos, self.sin = (t.to(torch.float32) for t in (self.cos, self.sin))
         else:
@@ -61,8 +63,14 @@ class Rope(nn.Module):
         self.reset_parameters()
         return self
 
-    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start .. start + length - 1, each float32 [length, head_width / 2]."""
+    def forward(self, start: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions start .. start + length - 1, each float32 [length, head_width / 2].
+
+        device: where they are needed. Tables still on the meta device, as after loading a state dict by assignment,
+        are computed there first.
+        """
+        if self.cos.is_meta:
+            self._fill(device)
         return self.cos[start : start + length], self.sin[start : start + length]
 
     def extra_repr(self) -> str:
