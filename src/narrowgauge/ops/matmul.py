@@ -109,10 +109,10 @@ def cuda_gemm(
         F.pad(bias.to(out_dtype), (0, -n % ALIGNMENT)) if fused and bias is not None else None,
         out_dtype,
     )
-    y = y[:m, :n]
+    y = y.narrow(0, 0, m).narrow(1, 0, n)
     if bias is not None and not fused:
         y = y + bias.to(out_dtype)
-    return y.contiguous()
+    return _contiguous(y)
 
 
 def _scaled_mm(
@@ -130,9 +130,14 @@ def _row_major(codes: Tensor) -> Tensor:
     rows, columns = codes.shape
     pad = (0, -columns % ALIGNMENT, 0, -rows % ALIGNMENT)
     if not any(pad):
-        return codes.contiguous()
+        return _contiguous(codes)
     # padded as bytes: float8 tensors have no constant_pad, and byte 0 is code 0 is 0.0
-    return F.pad(codes.view(torch.uint8), pad).contiguous().view(codes.dtype)
+    return F.pad(codes.view(torch.uint8), pad).view(codes.dtype)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    # unlike Tensor.contiguous, clone works on fake CUDA tensors where torch is built without CUDA
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _scale_or_one(scale: Tensor | None, device: torch.device) -> Tensor:
