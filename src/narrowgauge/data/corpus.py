@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import importlib
@@ -76,10 +77,9 @@ def load_corpus(spec: str, *, text_field: str = "text", split: str = "train", ma
         read = BUILT_IN[spec]
     elif spec.startswith(HUGGING_FACE):
         dataset = _load_hugging_face(spec.removeprefix(HUGGING_FACE), split, text_field)
-        read = lambda: _hugging_face_documents(dataset, spec, text_field)  # noqa: E731
+        read = functools.partial(_hugging_face_documents, dataset, spec, text_field)
     else:
-        paths = _matching_files(spec)
-        read = lambda: _file_documents(paths, text_field)  # noqa: E731
+        read = functools.partial(_file_documents, _matching_files(spec), text_field)
     return Corpus(spec, read, max_bytes)
 
 
