@@ -88,6 +88,7 @@ def cast_storage(x: Tensor, spec: CastSpec, old_scale: Tensor | None = None) -> 
     rule = CURRENT if isinstance(spec.scale, Delayed) else _current_rule(spec)
     if rule is NONE:
         codes = kernels.quantize(x, None, spec.format, saturating=saturates(spec)).codes
+        assert codes is not None
         return codes, torch.ones_like(amax), amax
     quant_scale = scaling.quant_scale_of(amax, spec.format, rule)
     dequant_scale = scaling.dequant_scale_of(quant_scale)
@@ -99,6 +100,7 @@ def cast_storage(x: Tensor, spec: CastSpec, old_scale: Tensor | None = None) -> 
         dequant_scale = torch.where(amax.isnan(), torch.nan, dequant_scale)
         x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     codes = kernels.quantize(x, quant_scale, spec.format, saturating=True).codes
+    assert codes is not None
     return codes, dequant_scale, amax
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors import rules
 from narrowgauge.tensors.cast import FLOATING, cast_storage, check_castable
+from narrowgauge.tensors.values import as_bytes, decode, values_of
 
 _set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
@@ -56,11 +57,11 @@ class QuantizedTensor(Tensor):
     # for a view of a part: the codes of the whole, which share its scale
     _whole: Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[QuantizedTensor],
         codes: Tensor,
         dequant_scale: Tensor,
         spec: CastSpec,
@@ -68,9 +69,9 @@ class QuantizedTensor(Tensor):
         amax: Tensor | None = None,
         *,
         whole: Tensor | None = None,
-    ) -> Self:
+    ) -> QuantizedTensor:
         _check_parts(codes, dequant_scale, spec, dtype)
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             codes.size(),
             strides=codes.stride(),
@@ -78,12 +79,22 @@ class QuantizedTensor(Tensor):
             dtype=dtype,
             device=codes.device,
         )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        dequant_scale: Tensor,
+        spec: CastSpec,
+        dtype: torch.dtype = torch.float32,
+        amax: Tensor | None = None,
+        *,
+        whole: Tensor | None = None,
+    ) -> None:
         self.codes = codes
         self.dequant_scale = dequant_scale
         self.amax = dequant_scale * spec.format.max if amax is None else amax
         self.spec = spec
         self._whole = whole
-        return self
 
     @classmethod
     def __torch_dispatch__(
@@ -92,8 +103,8 @@ class QuantizedTensor(Tensor):
         return rules.dispatch(QuantizedTensor, func, args, dict(kwargs or {}))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[CastSpec, torch.dtype]]:
-        names = list(_INNER) if self._whole is None else [*_INNER, "_whole"]
-        return names, (self.spec, self.dtype)
+        names = _INNER if self._whole is None else (*_INNER, "_whole")
+        return list(names), (self.spec, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -112,7 +123,7 @@ class QuantizedTensor(Tensor):
         dtype = dtype or self.dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
-        return rules.decode(self, dtype)
+        return decode(self, dtype)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -143,7 +154,7 @@ class QuantizedTensor(Tensor):
         for name in (*_INNER, "_whole"):
             setattr(self, name, getattr(other, name))
 
-    def share_memory_(self) -> Self:
+    def share_memory_(self) -> QuantizedTensor:
         """Move codes and scale to shared memory, in place."""
         for name in _INNER:
             getattr(self, name).share_memory_()
@@ -174,7 +185,7 @@ class QuantizedTensor(Tensor):
         new = QuantizedTensor(codes, dequant_scale, self.spec, self.dtype, amax, whole=whole)
         new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self._extras(), memo))
+        vars(new).update(copy.deepcopy(self._extras(), memo))
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         return new
@@ -183,15 +194,15 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be pickled: call detach() first")
         # as bytes: plain pickle of a float8 tensor cannot be read back (torch 2.13)
-        codes = rules.as_bytes(self.codes)
-        whole = None if self._whole is None else rules.as_bytes(self._whole)
+        codes = as_bytes(self.codes)
+        whole = None if self._whole is None else as_bytes(self._whole)
         parts = (codes, self.dequant_scale, self.amax, whole)
         return _rebuild, (parts, spec_to_dict(self.spec), self.dtype, self.requires_grad, self._extras())
 
     def _extras(self) -> dict[str, Any]:
         """Attributes beside the parts, such as the mark of a parameter."""
         own = {*_INNER, "spec", "_whole"}
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         about = f"spec=({self.spec}), dtype={self.dtype}"
@@ -209,7 +220,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = q.dtype  # type: ignore[attr-defined]
-        return rules.decode(q, dtype)
+        return decode(q, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -238,7 +249,7 @@ def quantize(
             "the scale yourself with QuantizedTensor(codes, dequant_scale, spec)"
         )
     check_castable(x)
-    values = rules.values_of(x) if isinstance(x, QuantizedTensor) else x.detach()
+    values = values_of(x) if isinstance(x, QuantizedTensor) else x.detach()
     codes, dequant_scale, amax = cast_storage(values, spec, old_scale)
     if codes.dtype is x.dtype:
         codes = codes.clone()  # the cast may be no cast: then the codes are x itself
@@ -266,7 +277,7 @@ def _rebuild(
     whole = None if whole is None else whole.view(spec.format.dtype)
     q = QuantizedTensor(codes.view(spec.format.dtype), dequant_scale, spec, dtype, amax, whole=whole)
     q.requires_grad_(requires_grad)
-    q.__dict__.update(extras)
+    vars(q).update(extras)
     return q
 
 

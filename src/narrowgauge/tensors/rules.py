@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.numerics import kernels
 from narrowgauge.numerics.scaling import CURRENT, NONE, Delayed
-from narrowgauge.tensors.cast import FLOATING, cast_storage
+from narrowgauge.tensors.cast import FLOATING
+from narrowgauge.tensors.values import values_of, write
 
 if TYPE_CHECKING:
     from narrowgauge.tensors.quantized import QuantizedTensor
@@ -46,82 +46,6 @@ def dispatch(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[st
     return _fallback(cls, func, args, kwargs)
 
 
-def decode(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """codes * dequant_scale in `dtype`, laid out in memory as the codes are."""
-    # a transposed tensor is decoded in the order of its memory: copying it into its logical order would cost more
-    order = sorted(range(q.ndim), key=lambda d: -q.codes.stride(d))
-    codes = q.codes.permute(order)
-    values = kernels.dequantize(codes, q.dequant_scale, q.spec.format, dtype)
-    return values.permute([order.index(d) for d in range(q.ndim)])
-
-
-def values_of(q: QuantizedTensor) -> Tensor:
-    """The plain tensor that operations see: the decoded codes, with the infinities that saturated in the cast.
-
-    Where amax is infinite, a value at the format's maximum is infinite, since the codes cannot say so.
-    """
-    values = decode(q, q.dtype)
-    if type(q.amax) is Tensor and q.amax.device.type == "cpu" and not q.amax.isinf():
-        return values  # asked only where it costs no wait for a device
-    top = q.dequant_scale * q.spec.format.max
-    return torch.where(q.amax.isinf() & (values.abs() >= top), values * torch.inf, values)
-
-
-def write(q: QuantizedTensor, values: Tensor, *, keep_unchanged: bool = True) -> None:
-    """Cast `values` (of q's shape) with a fresh scale into q's own codes, scale and amax.
-
-    keep_unchanged: values equal to those that q holds leave all of its bits as they are, the scale's too; with False
-    the result is that of `quantize`.
-    """
-    codes = q.codes
-    if q._whole is not None:
-        values = _scatter(q, values)
-        codes = q._whole
-    new_codes, new_scale, new_amax = cast_storage(values, q.spec, q.dequant_scale)
-    if keep_unchanged:
-        whole = q if q._whole is None else _whole_of(q)
-        changed = (values_of(whole) != values).any()
-        new_codes = torch.where(changed, as_bytes(new_codes), as_bytes(codes)).view(codes.dtype)
-        new_scale = torch.where(changed, new_scale, q.dequant_scale)
-        new_amax = torch.where(changed, new_amax, q.amax)
-    codes.copy_(new_codes)
-    q.dequant_scale.copy_(new_scale)
-    q.amax.copy_(new_amax)
-
-
-def _whole_of(q: QuantizedTensor) -> QuantizedTensor:
-    assert q._whole is not None
-    return type(q)(q._whole, q.dequant_scale, q.spec, q.dtype, q.amax)
-
-
-def as_bytes(codes: Tensor) -> Tensor:
-    """Codes of one byte as uint8, which more of torch can handle; others as they are."""
-    return codes.view(torch.uint8) if codes.element_size() == 1 else codes
-
-
-def _scatter(view: QuantizedTensor, values: Tensor) -> Tensor:
-    """The values of the whole that `view` is a part of, with that part replaced by `values`."""
-    whole, part = view._whole, view.codes
-    assert whole is not None
-    if torch._debug_has_internal_overlap(part) == 1:
-        raise NarrowgaugeError(
-            f"cannot write to a view of shape {tuple(part.shape)} whose elements share memory (strides "
-            f"{part.stride()}): write to the tensor it was expanded from"
-        )
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(whole.size(), whole.stride(), strict=True))
-    offset = part.storage_offset() - whole.storage_offset()
-    last = offset + sum((size - 1) * stride for size, stride in zip(part.size(), part.stride(), strict=True))
-    if part.numel() and not 0 <= offset <= last < extent:
-        raise NarrowgaugeError("cannot write to a view of memory outside of the QuantizedTensor it was made from")
-    # decoded into memory laid out as the codes are, so that the view's strides and offset hold there too
-    laid_out = torch.zeros(max(extent, 0), dtype=values.dtype, device=values.device)
-    all_values = laid_out.as_strided(whole.size(), whole.stride(), 0)
-    all_values.copy_(values_of(_whole_of(view)))
-    if part.numel():
-        laid_out.as_strided(part.size(), part.stride(), offset).copy_(values)
-    return all_values
-
-
 def _fallback(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on the values of its QuantizedTensors, then cast those that it wrote to."""
     written = {id(q): q for q in _written(cls, func, args, kwargs)}
@@ -152,7 +76,7 @@ def _fallback(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[s
     return by_plain.get(id(result), result)
 
 
-def _written(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[QuantizedTensor]:
+def _written(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
     """The QuantizedTensors that `func` writes to, by its schema."""
     if not func._schema.is_mutable:
         return

@@ -145,6 +145,14 @@ def test_an_infinite_write_is_seen_and_a_finite_one_clears_it() -> None:
     assert q.amax == 1 and q.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_infinity_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
+    codes = torch.tensor([448.0, 3.0]).to(torch.float8_e4m3fn)
+    # a scale whose largest value rounds down in the dtype stood for
+    q = QuantizedTensor(codes, torch.tensor(1.0007), FP8, dtype, torch.tensor(float("inf")))
+    assert (q + 0).isinf().tolist() == [True, False]
+
+
 def test_a_factor_goes_into_a_free_scale() -> None:
     for factor in (0.3, 7, torch.tensor(0.3), torch.tensor(2.5, dtype=torch.float64)):
         q, before = make(), make()

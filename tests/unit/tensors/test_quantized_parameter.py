@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,6 +268,14 @@ def test_a_saved_module_loads_with_weights_only() -> None:
     assert bits(other.weight) == bits(module.weight)
 
 
+def test_a_saved_module_loads_where_only_the_package_was_imported(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"  # case 71
+    torch.save(layer(FP8).state_dict(), path)
+    code = f"import narrowgauge, torch; print(type(torch.load({str(path)!r}, weights_only=True)['weight']).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "QuantizedTensor", done.stderr
+
+
 # optimizers
 
 OPTIMIZERS = {
@@ -355,7 +366,19 @@ def test_an_in_place_step_compiles_in_one_graph() -> None:
         weight.mul_(0.9).add_(update, alpha=-0.1)
 
     eager, compiled = quantize(torch.ones(6, 8), FP8), quantize(torch.ones(6, 8), FP8)
-    update = torch.randn(6, 8)
-    step(eager, update)
-    torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, update)
-    assert bits(compiled) == bits(eager)
+    compiled_step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for update in (torch.randn(6, 8), torch.zeros(6, 8)):  # the second changes the scale only
+        step(eager, update)
+        compiled_step(compiled, update)
+        assert bits(compiled) == bits(eager)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own imports
+def test_dequantizing_compiles_with_inductor() -> None:
+    module, x = layer(SCALED_FP16), torch.randn(4, 8)
+    compiled = torch.compile(module, fullgraph=True)
+    y = compiled(x)
+    torch.testing.assert_close(y, module(x))
+    y.sum().backward()
+    assert module.weight.grad is not None and module.weight.grad.isfinite().all()
