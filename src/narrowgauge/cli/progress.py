@@ -128,6 +128,7 @@ class Reporter(AbstractContextManager["Reporter"]):
     def finished(self, event: events.Finished) -> None:
         """Print the closing table."""
         self.__exit__(None, None, None)
+        self.say("")
         print_table("result", ["", ""], closing_rows(event))
         if event.ledger is not None:
             print_table("memory", ["role", "bytes", "a parameter"], event.ledger.rows())
@@ -143,8 +144,9 @@ def closing_rows(event: events.Finished) -> list[tuple[str, str]]:
     if event.evaluation is not None:
         rows.append(("validation loss", f"{event.evaluation.loss:.4f} nats a token"))
         rows.append(("validation bits per byte", f"{event.evaluation.bits_per_byte:.4f}"))
-    rows.append(("tokens", f"{event.tokens:,} in {duration(event.seconds)}"))
-    rows.append(("tokens/s", f"{event.tokens_per_s:,.0f}"))
+    if event.tokens:  # none where a finished run is resumed
+        rows.append(("tokens", f"{event.tokens:,} in {duration(event.seconds)}"))
+        rows.append(("tokens/s", f"{event.tokens_per_s:,.0f}"))
     if event.skipped_steps:
         rows.append(("skipped steps", f"{event.skipped_steps:,}"))
     return rows
