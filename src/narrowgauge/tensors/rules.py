@@ -104,8 +104,10 @@ def _view(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, 
         whole = q._whole if q._whole is not None else None if is_whole else q.codes
         return cls(codes, q.dequant_scale, q.spec, q.dtype, q.amax, whole=whole)
 
-    codes = func(q.codes, *args[1:], **kwargs)
-    views = [wrap(c) for c in codes] if isinstance(codes, (list, tuple)) else wrap(codes)
+    # a view shares its base's version counter, so under inference_mode it must be a normal tensor where its base is
+    with torch.inference_mode(q.is_inference()):
+        codes = func(q.codes, *args[1:], **kwargs)
+        views = [wrap(c) for c in codes] if isinstance(codes, (list, tuple)) else wrap(codes)
     return return_and_correct_aliasing(func, args, kwargs, views)
 
 

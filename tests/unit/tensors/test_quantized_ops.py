@@ -308,6 +308,23 @@ def test_what_cannot_alias_is_refused() -> None:
     assert q.shape == (6, 8)
 
 
+def test_inference_mode_and_fake_tensors() -> None:
+    q = make()
+    with torch.inference_mode():  # case 62
+        assert torch.equal(q + 0, q.dequantize()) and (q.view(-1) * 2).shape == (48,)
+        assert make().add_(1).shape == (6, 8) and make()[0].t().shape == (8,)
+        assert torch.nn.functional.linear(torch.ones(2, 8), torch.nn.Parameter(q)).shape == (2, 6)
+        assert not q.detach().is_inference()
+    p = torch.nn.Parameter(q)
+    (p * 2).sum().backward()
+    assert p.grad is not None and (p.grad == 2).all()
+    with torch._subclasses.FakeTensorMode():
+        fake = quantize(torch.randn(6, 8), FP8)
+        assert isinstance(fake, QuantizedTensor)
+        assert (fake @ torch.randn(8, 3)).shape == (6, 3) and fake.add_(1) is fake
+        assert fake[0].codes.shape == (8,) and "QuantizedTensor" in repr(fake)
+
+
 # copying and making others
 
 

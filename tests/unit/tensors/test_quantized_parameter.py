@@ -276,6 +276,28 @@ def test_a_saved_module_loads_where_only_the_package_was_imported(tmp_path: Path
     assert done.stdout.strip() == "QuantizedTensor", done.stderr
 
 
+def _double(weight: torch.Tensor, answers: torch.multiprocessing.SimpleQueue) -> None:
+    """What the other process does: write to the parameter that it was handed."""
+    with torch.no_grad():
+        weight.mul_(2)
+    answers.put((type(weight).__name__, weight.requires_grad))
+
+
+@pytest.mark.multiproc
+def test_another_process_shares_it() -> None:
+    weight = weight_of(layer(SCALED_FP16))  # case 72
+    before = values(weight)
+    context = torch.multiprocessing.get_context("spawn")
+    weight.share_memory_()
+    answers = context.SimpleQueue()
+    process = context.Process(target=_double, args=(weight, answers))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert answers.get() == ("QuantizedTensor", True)
+    assert torch.equal(values(weight), before * 2)
+
+
 # optimizers
 
 OPTIMIZERS = {
