@@ -6,8 +6,9 @@ in place inside one region.
 float16 on a CPU: torch's products in float16 are hundreds of times slower than float32 ones on most CPUs, so inside
 the region they are emulated: operands rounded to float16, products and attention in float32, the result rounded to
 float16 with IEEE overflow. This holds for the calls of this thread inside the region. Activation checkpointing restores
-torch.autocast in its recomputation but not this: products recomputed outside the region run in torch's own float16,
-with the same dtypes and another order of summation. Converted layers are the same either way.
+torch.autocast in its recomputation but not this, so what it recomputes runs in torch's own float16, in both passes
+where it is non-reentrant, in the second where it is reentrant: the dtypes are the same, the order of summation is not.
+Converted layers are the same either way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -76,7 +78,7 @@ class EmulatedProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # inside a nested region of another dtype, and inside our own ops, which turn autocast off, this one is silent
-        if func not in PRODUCTS or not _casts_to_float16():
+        if func not in PRODUCTS or not _casts_to_float16() or _is_checkpointed():
             return func(*args, **(kwargs or {}))
         with torch.autocast("cpu", enabled=False):
             result = func(*_carried(args), **_carried(kwargs or {}))
@@ -85,6 +87,14 @@ class EmulatedProducts(TorchFunctionMode):
 
 def _casts_to_float16() -> bool:
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
+
+
+def _is_checkpointed() -> bool:
+    """True inside a non-reentrant activation checkpoint, and inside its recomputation: both must save the same."""
+    if torch.compiler.is_compiling():
+        return False  # recomputation is then a part of the compiled graph
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 def _carried(value: Any) -> Any:

@@ -1,0 +1,401 @@
+"""The converted linear layer in use: dtypes, regions, caches, recomputation, storage, copies, threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from conftest import assert_same_state, state_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowgauge as ng
+from narrowgauge.layers import sharing
+from narrowgauge.layers.linear import Linear
+
+RECIPES = ng.recipe_names()
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.float() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_output_has_the_dtype_of_autocast_else_of_the_input(recipe: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    ng.convert(model, recipe)
+    x = torch.randn(4, 32, dtype=dtype)
+    if type(model[0]) is Linear:
+        assert model(x).dtype is dtype
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model(x).dtype is torch.bfloat16
+    if recipe not in ("fp32", "tf32"):
+        with ng.autocast(recipe):
+            assert model(x).dtype is (torch.float16 if recipe.startswith("fp16") else torch.bfloat16)
+
+
+def test_scale_of_float16_activations_is_float32() -> None:  # case 3
+    layer = nn.Linear(16, 16, bias=False)
+    exact = nn.functional.linear(torch.full((16, 16), 0.005), layer.weight)
+    ng.convert(layer, "fp8_current")
+    x = torch.full((16, 16), 0.005, dtype=torch.float16, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.dtype is torch.float16 and y.isfinite().all() and x.grad.isfinite().all()
+    assert relative_error(y, exact) <= 0.06
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("where", ["input", "grad_output"])
+def test_an_operand_that_is_not_finite_shows_in_the_gradients(recipe: str, bad: float, where: str) -> None:
+    layer = nn.Linear(16, 16)
+    ng.convert(layer, recipe)
+    x, g = torch.randn(4, 16), torch.randn(4, 16)
+    (x if where == "input" else g)[0, 0] = bad
+    layer(x).backward(g)
+    assert not layer.weight.grad.isfinite().all()
+
+
+def _fill(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.fill_(2)
+
+
+def _copy(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(torch.full((1, 4), 2.0))
+
+
+def _data(layer: nn.Linear) -> None:
+    layer.weight.data = torch.full((1, 4), 2.0)
+
+
+def _step(layer: nn.Linear) -> None:
+    optimizer = torch.optim.SGD([layer.weight], lr=1.0)
+    layer.weight.grad = torch.full((1, 4), -1.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [_fill, _copy, _data, _step])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("converted", [True, False])
+def test_a_weight_that_changes_inside_a_region_is_read_anew(change, recipe: str, converted: bool) -> None:  # case 65
+    layer = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    if converted:
+        ng.convert(layer, ng.recipe(recipe, min_size=0))
+    x = torch.ones(1, 4)
+    with ng.autocast(recipe):
+        assert layer(x).item() == 4.0
+        change(layer)
+        assert layer(x).item() == 8.0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("extra", ["before", "after"])
+def test_a_no_grad_pass_in_the_region_costs_no_gradient(recipe: str, extra: str, mlp) -> None:  # case 64
+    def gradients(with_extra: bool) -> list[torch.Tensor]:
+        model = mlp()
+        ng.convert(model, recipe)
+        x = torch.ones(4, 32)
+        with ng.autocast(recipe):
+            if with_extra and extra == "before":
+                with torch.no_grad():
+                    model(x)
+            y = model(x)
+            if with_extra and extra == "after":
+                with torch.no_grad():
+                    model(x)
+            y.float().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode_leaves_no_trace(recipe: str, mlp) -> None:  # case 62
+    def run(infer: bool) -> dict[str, torch.Tensor]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ng.prepare(model, optimizer, recipe)
+        for step in range(2):
+            x = torch.ones(4, 32) * (step + 1)
+            model(x).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if infer and step == 0:
+                for training in (False, True):
+                    model.train(training)
+                    with torch.no_grad():
+                        y = model(x)
+                    with torch.inference_mode():
+                        assert torch.equal(model(x), y)
+        return state_of(model)
+
+    assert_same_state(run(True), run(False))
+
+
+class Mixed(nn.Module):
+    """A plain layer, a converted one, and a product that no layer makes."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain = nn.Linear(32, 32)
+        self.ours = nn.Linear(32, 32)
+        ng.convert(self.ours, recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ours(self.plain(x)).relu()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_outside_the_region_runs_as_the_forward_did(recipe: str, reentrant: bool) -> None:  # case 67
+    def gradients(recompute: bool) -> list[torch.Tensor]:
+        model = Mixed(recipe)
+        x = torch.ones(4, 32).requires_grad_()
+        with ng.autocast(recipe):
+            y = checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x)
+            y = y.float().sum() + model.ours(x).float().sum()
+        y.backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_of_emulated_float16_keeps_dtypes(reentrant: bool) -> None:  # case 67
+    def gradients(recompute: bool) -> list[torch.Tensor]:
+        model = Mixed("fp16")
+        x = torch.randn(4, 32).requires_grad_()
+        with ng.autocast("fp16"):
+            y = checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x)
+        assert y.dtype is torch.float16
+        y.float().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(1)
+    once = gradients(True)
+    torch.manual_seed(1)
+    # the unconverted layer is recomputed by torch's own float16 product: two float16 roundings apart at most
+    for a, b in zip(once, gradients(False), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=2 * 2**-11 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("evaluation", ["same", "compute", "E4M3"])
+def test_evaluation_mode_runs_in_what_the_recipe_says(evaluation: str) -> None:
+    layer = nn.Linear(64, 64)
+    exact = copy.deepcopy(layer)
+    ng.convert(layer, ng.DelayedScaling(fp8_format="HYBRID").replace(evaluation=evaluation, emulation="exact"))
+    x = torch.randn(32, 64)
+    trained = layer(x)
+    error = relative_error(layer.eval()(x), exact(x))
+    assert not layer.evaluation_casts.input.is_delayed or evaluation == "same"
+    if evaluation == "same":
+        assert torch.equal(layer(x), trained)
+    elif evaluation == "compute":
+        assert error < 0.005  # bf16
+    else:
+        assert 0.02 < error < 0.06  # E4M3 with a current scale
+
+
+def test_storage_replaced_by_sharding_libraries(mlp) -> None:  # case 114
+    model = mlp()
+    ng.prepare(model, None, "fp8_current")
+    x = torch.randn(4, 32)
+    y = model(x)
+    weight = model[0].weight
+    saved = weight.data
+    weight.data = torch.empty(0)
+    with pytest.raises(ng.ConversionError, match="restore it before the forward"):
+        model(x)
+    weight.data = saved
+    assert torch.equal(model(x), y)
+    weight.data = saved.to(torch.bfloat16)
+    assert model(x).isfinite().all()
+    weight.data = saved.clone()
+    nbytes = weight.untyped_storage().nbytes()
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ng.ConversionError, match="freed"):
+        model(x)
+    weight.untyped_storage().resize_(nbytes)
+    weight.data.copy_(saved)
+    assert torch.equal(model(x), y)
+    with pytest.raises(ng.ConversionError, match=r"input \[\.\.\., 33\] does not fit the weight \[48, 32\]"):
+        model(torch.randn(4, 33))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_copies_are_equal_and_independent(recipe: str, mlp) -> None:  # case 72
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(2):
+            model(torch.ones(4, 32) * (step + 1)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ng.prepare(model, optimizer, recipe)
+    train(model, optimizer)
+    before = state_of(model)
+    x = torch.randn(4, 32)
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            assert torch.equal(duplicate(x), model(x)) and duplicate(x).dtype is model(x).dtype
+        assert ng.report(duplicate).rows == ng.report(model).rows
+        theirs = {t.data_ptr() for t in duplicate.state_dict().values() if type(t) is torch.Tensor}
+        assert not theirs & {t.data_ptr() for t in model.state_dict().values() if type(t) is torch.Tensor}
+        own = torch.optim.SGD(duplicate.parameters(), lr=0.01)
+        train(duplicate, own)
+        assert_same_state(before, state_of(model))
+        assert any(not torch.equal(v, before[k]) for k, v in state_of(duplicate).items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_meta_device_construction(recipe: str, mlp) -> None:  # case 113
+    def train(model: nn.Module) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ng.prepare(model, optimizer, recipe)
+        for step in range(2):
+            model(torch.ones(4, 32) * (step + 1)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model)
+
+    def reset(model: nn.Module) -> None:
+        torch.manual_seed(3)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+
+    direct = mlp()
+    ng.convert(direct, recipe)
+    reset(direct)
+    with torch.device("meta"):
+        model = mlp()
+        ng.convert(model, recipe)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if type(model[0]) is Linear:
+        with pytest.raises(ng.ConversionError, match="meta device"):
+            model(torch.ones(4, 32))
+    model.to_empty(device="cpu")
+    assert all(b.isfinite().all() for b in model.buffers())
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
+    reset(model)
+    assert_same_state(state_of(direct), state_of(model))
+    assert_same_state(train(direct), train(model))
+    with torch.device("meta"):
+        assigned = mlp()
+        ng.convert(assigned, recipe)
+    assigned.load_state_dict(direct.state_dict(), assign=True)
+    assert_same_state(state_of(assigned), state_of(direct))
+
+
+def test_initialisation_after_conversion_reaches_the_parameters() -> None:  # case 102
+    for recipe in RECIPES:
+        model = nn.Sequential(nn.Linear(256, 256))
+        ng.prepare(model, None, recipe)
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            nn.init.normal_(model[0].weight, std=0.02)
+            torch.manual_seed(seed)
+            wanted = torch.empty(256, 256).normal_(std=0.02)
+            weight = model[0].weight.detach().float()
+            assert 0.019 <= weight.std() <= 0.021 and weight.mean().abs() < 1e-3
+            if recipe == "fp16_pure":
+                wanted = ng.quantize(wanted, ng.recipe(recipe).param).dequantize()
+                weight = model[0].weight.detach().dequantize()
+            assert torch.equal(weight, wanted)
+
+
+def test_two_models_in_two_threads_do_not_meet(mlp) -> None:  # case 116
+    def train(recipe: str, result: dict[str, dict[str, torch.Tensor]]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(std=0.1, generator=generator)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ng.prepare(model, optimizer, recipe, autocast=False)
+        for _ in range(5):
+            with ng.autocast(recipe):
+                y = model(torch.randn(8, 32, generator=generator))
+            y.float().square().sum().backward()  # outside the region
+            optimizer.step()
+            optimizer.zero_grad()
+        result[recipe] = state_of(model)
+
+    recipes = ["fp8_delayed", "fp16", "fp8_current", "bf16"]
+    alone: dict[str, dict[str, torch.Tensor]] = {}
+    together: dict[str, dict[str, torch.Tensor]] = {}
+    for recipe in recipes:
+        train(recipe, alone)
+    threads = [threading.Thread(target=train, args=(recipe, together)) for recipe in recipes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for recipe in recipes:
+        assert_same_state(alone[recipe], together[recipe])
+
+
+class Attention(nn.Module):
+    """Three layers that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.q(x) + self.k(x)
+        if self.fails:
+            raise ValueError("stopped")
+        return y + self.v(x)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+def test_siblings_save_one_copy_of_a_shared_input(recipe: str) -> None:
+    def saved(share: bool) -> tuple[int, torch.Tensor]:
+        model = Attention()
+        ng.convert(model, recipe)
+        if not share:
+            sharing.remove(model)
+        storages: dict[int, torch.Tensor] = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if t.dtype is torch.float8_e4m3fn and t.shape == (8, 32):
+                storages[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)))
+        y.sum().backward()
+        return len(storages), model.q.weight.grad
+
+    shared, apart = saved(True), saved(False)
+    assert (shared[0], apart[0]) == (1, 3)
+    assert torch.equal(shared[1], apart[1])
+
+
+def test_a_shared_store_ends_with_the_parents_forward_also_by_an_exception() -> None:
+    model = Attention()
+    ng.convert(model, "fp8_current")
+    ng.convert(model, "fp8_current")
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    model(torch.randn(8, 32))
+    model.fails = True
+    with pytest.raises(ValueError):
+        model(torch.randn(8, 32))
+    assert sharing.current() is None
+    ng.convert(model, "bf16")
+    assert not model._forward_pre_hooks and not model._forward_hooks
