@@ -23,7 +23,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         raise NarrowgaugeError(f"expected max_norm and norm_type above 0, found {max_norm} and {norm_type}")
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     unique = {id(p): p for p in listed}.values()
-    grads = [p.grad for p in unique if p.grad is not None]
+    grads = [p.grad for p in unique if p.grad is not None and p.grad.numel()]
     if not grads:
         return torch.zeros(())
     norm = _total_norm(grads, norm_type)
