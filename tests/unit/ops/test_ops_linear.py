@@ -14,7 +14,9 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import rounding, scaling
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, TF32, Format
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, NONE, Delayed
-from narrowgauge.ops import backends
+from narrowgauge.ops import backends, matmul
+from narrowgauge.ops import casts as casts_module
+from narrowgauge.ops.backends import SCALED_MM, Backend
 from narrowgauge.ops.linear import DelayedSlots, LinearCasts, linear
 from narrowgauge.recipes.spec import CastSpec, Emulation
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
@@ -89,12 +91,12 @@ def test_fp8_products_are_as_far_off_as_their_formats_make_them(monkeypatch, emu
     "casts",
     [
         EXACT,
-        LinearCasts(CastSpec(E4M3FN, scale=CURRENT_POW2), CastSpec(E5M2), CastSpec(E4M3FN), BF16, emulation=Emulation.EXACT),
-        LinearCasts(CastSpec(E4M3FN, scale=NONE), CastSpec(E4M3FN), CastSpec(E5M2), BF16, emulation=Emulation.EXACT),
+        dataclasses.replace(EXACT, input=CastSpec(E4M3FN, scale=CURRENT_POW2), weight=CastSpec(E5M2)),
+        dataclasses.replace(EXACT, input=CastSpec(E4M3FN, scale=NONE)),
         wide(TF32),
     ],
     ids=["current", "mixed", "unscaled", "tf32"],
-)  # fmt: skip
+)
 def test_gradients_are_those_of_the_rounded_operands(casts):
     problem = Problem(shape=(3, 5, 17), out_features=31)
     found = problem.run(casts)
@@ -368,6 +370,28 @@ def test_a_single_vector_is_a_row():
     assert torch.equal(y, linear(x[None], weight, None, FP8, out_dtype=torch.float32)[0])
     y.sum().backward()
     assert x.grad.shape == (16,)
+
+
+# case 49
+@pytest.mark.parametrize("shape", [(1, 17), (3, 5, 17), (7, 17), (32, 64)], ids=str)
+@pytest.mark.parametrize("out_features", [31, 101, 16])
+def test_the_scaled_mm_path_gives_what_the_emulated_one_gives(monkeypatch, shape, out_features):
+    problem = Problem(shape=shape, out_features=out_features)
+    emulated, reference = problem.run(EXACT), problem.reference()
+    hardware = Backend(SCALED_MM, True, "scaled_mm", None)
+    monkeypatch.setattr(casts_module, "backend_of", lambda *arguments: hardware)
+    seen = []
+    real = matmul._scaled_mm
+    monkeypatch.setattr(
+        matmul, "_scaled_mm", lambda a, b, *rest: seen.append((*a.shape, b.shape[1])) or real(a, b, *rest)
+    )
+    found = problem.run(EXACT)
+    assert len(seen) == 3 and all(size % 16 == 0 for sizes in seen for size in sizes)
+    for name, value in found.items():
+        assert value.shape == reference[name].shape
+        torch.testing.assert_close(value, emulated[name], rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    with_bias = {name: relative_error(found[name], reference[name]) for name in found}
+    assert with_bias["output"] <= 0.06 and with_bias["grad_input"] <= 0.09 and with_bias["grad_weight"] <= 0.09
 
 
 def test_the_current_rule_is_what_a_narrow_spec_takes_by_default():

@@ -1,0 +1,86 @@
+"""torch.compile without graph breaks, equal to eager in every bit, slots of delayed scaling included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, TF32
+from narrowgauge.numerics.scaling import Delayed
+from narrowgauge.ops.linear import DelayedSlots, LinearCasts, linear
+from narrowgauge.recipes.spec import CastSpec, Emulation
+
+# torch 2.13's compiler uses what torch itself has deprecated
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+LATE = Delayed(history_length=4)
+FP8 = LinearCasts(CastSpec(E4M3FN), CastSpec(E4M3FN), CastSpec(E5M2), BF16)
+CASTS = {
+    "current": FP8,
+    "exact": LinearCasts(FP8.input, FP8.weight, FP8.grad_output, BF16, emulation=Emulation.EXACT),
+    "delayed": LinearCasts(
+        CastSpec(E4M3FN, scale=LATE), CastSpec(E4M3FN, scale=LATE), CastSpec(E5M2, scale=LATE), BF16
+    ),
+    "override": LinearCasts(FP8.input, FP8.weight, FP8.grad_output, BF16, in_compute=(True, False, True)),
+    **{f.name: LinearCasts(CastSpec(f), CastSpec(f), CastSpec(f), f) for f in (BF16, FP16, TF32, FP32)},
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, casts: LinearCasts) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.casts = casts
+        self.weight = nn.Parameter(torch.randn(40, 48, generator=generator))
+        self.bias = nn.Parameter(torch.randn(40, generator=generator))
+        for role in ("input", "weight", "grad_output"):
+            self.register_buffer(f"{role}_scale", torch.tensor(8.0))
+            self.register_buffer(f"{role}_history", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        delayed = {
+            role: DelayedSlots(self.get_buffer(f"{role}_scale"), self.get_buffer(f"{role}_history"))
+            for role in ("input", "weight", "grad_output")
+        }
+        record = self.training and torch.is_grad_enabled()
+        return linear(x, self.weight, self.bias, self.casts, delayed=delayed, record=record, out_dtype=torch.bfloat16)
+
+
+def train(layer: Layer, forward, steps: int = 2) -> list[Tensor]:
+    results: list[Tensor] = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(24, 48, generator=generator).bfloat16().requires_grad_()
+        y = forward(x)
+        y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+        results += [y.detach(), x.grad]  # type: ignore[list-item]
+    return [*results, layer.weight.grad, layer.bias.grad, *(b.clone() for b in layer.buffers())]  # type: ignore
+
+
+def check(casts: LinearCasts, backend: str) -> None:
+    torch.compiler.reset()
+    eager, compiled = Layer(casts), Layer(casts)
+    expected = train(eager, eager)
+    found = train(compiled, torch.compile(compiled, fullgraph=True, backend=backend))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("casts", CASTS.values(), ids=CASTS.keys())
+def test_a_traced_layer_equals_eager_bitwise(casts):
+    check(casts, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("casts", CASTS.values(), ids=CASTS.keys())
+def test_a_compiled_layer_equals_eager_bitwise(casts):
+    check(casts, "inductor")
+
+
+def test_a_traced_layer_infers_as_eager_does():
+    torch.compiler.reset()
+    layer = Layer(FP8).eval()
+    x = torch.randn(24, 48)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
