@@ -10,7 +10,7 @@ KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(VENV)/.installed-run-$(KEY)
 DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
 DOCS_STAMP := $(VENV)/.installed-docs-$(KEY)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -67,10 +67,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUN_STAMP): | $(BIN)/python
+	@echo "installing narrowgauge into $(VENV)/ (minutes, once)"
 	$(PIP_INSTALL) -e .
 	@rm -f $(VENV)/.installed-run-* && touch $@
 
 $(DEV_STAMP): | $(BIN)/python
+	@echo "installing narrowgauge and what its tests need into $(VENV)/ (minutes, once)"
 	$(PIP_INSTALL) -e '.[dev]'
 	@rm -f $(VENV)/.installed-run-* $(VENV)/.installed-dev-* && touch $@ $(RUN_STAMP)
 

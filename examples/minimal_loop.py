@@ -1,6 +1,6 @@
 """The smallest training loop of one's own in FP8: any torch model, any torch loop, one added line.
 
-    python examples/minimal_loop.py [--recipe fp8_delayed] [--steps 200]
+python examples/minimal_loop.py [--recipe fp8_delayed] [--steps 200]
 """
 
 from __future__ import annotations
