@@ -43,8 +43,8 @@ GEMMS = (OUTPUT, GRAD_INPUT, GRAD_WEIGHT)  # the order of override_linear_precis
 class Factor(NamedTuple):
     """One side of a product: 2-dimensional values as the backend takes them, standing for `values * dequant_scale`.
 
-    values: codes for scaled_mm, else the code values in the backend's carrier dtype. dequant_scale: 0-dimensional
-    float32, or None for 1.
+    values: codes for scaled_mm, else the code values in the backend's carrier dtype, or in a dtype that goes into it
+    exactly. dequant_scale: 0-dimensional float32, or None for 1.
     """
 
     values: Tensor
@@ -63,20 +63,29 @@ def multiply(
     b = right.values.t() if gemm.right_transposed else right.values
     if backend.name == SCALED_MM:
         return cuda_gemm(a, b, left.dequant_scale, right.dequant_scale, out_dtype, bias)
+    assert backend.carrier is not None
     result = out_dtype if backend.result is None else backend.result
-    return emulated_gemm(a, b, left.dequant_scale, right.dequant_scale, result, bias).to(out_dtype)
+    y = emulated_gemm(a, b, left.dequant_scale, right.dequant_scale, result, bias, backend.carrier)
+    return y.to(out_dtype)
 
 
 def emulated_gemm(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    carrier: torch.dtype,
 ) -> Tensor:
-    """(a @ b) * scale_a * scale_b + bias for operands held in a carrier dtype: a [M, K], b [K, N], any strides.
+    """(a @ b) * scale_a * scale_b + bias: a [M, K], b [K, N], any strides, multiplied in `carrier` (bfloat16, float32).
 
     The product accumulates in float32. From float32 carriers it is scaled in float32 and rounded to `out_dtype` once;
     from bf16 carriers on a CPU it is scaled in float32 and rounded to bf16 first.
     """
     if a.device.type == "cpu":
-        return torch.ops.narrowgauge.carried_mm(a, b, scale_a, scale_b, bias, out_dtype)
+        return torch.ops.narrowgauge.carried_mm(a, b, scale_a, scale_b, bias, out_dtype, carrier)
+    a, b = a.to(carrier), b.to(carrier)
     scale = _product_scale(scale_a, scale_b)
     if scale is None and bias is None:
         return torch.mm(a, b).to(out_dtype)
@@ -151,8 +160,15 @@ def _product_scale(scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor | N
 
 
 def _carried_mm_cpu(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    carrier: torch.dtype,
 ) -> Tensor:
+    a, b = a.to(carrier), b.to(carrier)
     scale = _product_scale(scale_a, scale_b)
     # alpha is applied to the float32 sum, before it is rounded to the carrier: one rounding, and no pass of its own
     alpha = 1.0 if scale is None else scale.item()
@@ -168,16 +184,23 @@ def _carried_mm_cpu(
 
 
 def _carried_mm_shape(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    carrier: torch.dtype,
 ) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-# one opaque operator: torch.compile sees neither the host read of the scale, which is free on a CPU, nor a bf16
-# rounding that Inductor would drop
+# one opaque operator: torch.compile sees neither the host read of the scale, which is free on a CPU, nor the way from a
+# rounded operand to its carrier: Inductor drops a rounding that is followed by a widening
 _library = torch.library.Library("narrowgauge", "FRAGMENT")
 _library.define(
-    "carried_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType dtype) -> Tensor",
+    "carried_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType dtype,"
+    " ScalarType carrier) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("carried_mm", _carried_mm_cpu, "CPU")

@@ -50,18 +50,15 @@ class Cast(NamedTuple):
     flushed: int | Tensor = 0
 
     def factor(self, backend: Backend) -> Factor:
-        """The factor of a product on `backend`: codes for scaled_mm, else the values in its carrier dtype."""
+        """The factor of a product on `backend`: codes for scaled_mm, else values that its carrier dtype holds."""
         values = self.codes if backend.carrier is None else self.carrier
         if backend.carrier is not None and (values is None or values.dtype is not backend.carrier):
             assert self.codes is not None
-            values = carried(self.codes, self.format, backend.carrier)
+            values = self.codes
+            if self.format.is_narrow:
+                values = kernels.dequantize(self.codes, None, self.format, backend.carrier)
         assert values is not None
         return Factor(values, self.dequant_scale, self.format)
-
-
-def carried(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """The values of codes in a carrier dtype that holds them exactly."""
-    return kernels.dequantize(codes, None, fmt, dtype) if fmt.is_narrow else codes.to(dtype)
 
 
 class Caster(NamedTuple):

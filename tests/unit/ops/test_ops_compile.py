@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, TF32
 from narrowgauge.numerics.scaling import Delayed
+from narrowgauge.ops import backends
 from narrowgauge.ops.linear import DelayedSlots, LinearCasts, linear
 from narrowgauge.recipes.spec import CastSpec, Emulation
 
@@ -43,17 +44,18 @@ class Layer(nn.Module):
             role: DelayedSlots(self.get_buffer(f"{role}_scale"), self.get_buffer(f"{role}_history"))
             for role in ("input", "weight", "grad_output")
         }
+        out_dtype = torch.float16 if self.casts.compute is FP16 else torch.bfloat16
         record = self.training and torch.is_grad_enabled()
-        return linear(x, self.weight, self.bias, self.casts, delayed=delayed, record=record, out_dtype=torch.bfloat16)
+        return linear(x, self.weight, self.bias, self.casts, delayed=delayed, record=record, out_dtype=out_dtype)
 
 
 def train(layer: Layer, forward, steps: int = 2) -> list[Tensor]:
     results: list[Tensor] = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(24, 48, generator=generator).bfloat16().requires_grad_()
+        x = torch.randn(24, 48, generator=generator).requires_grad_()
         y = forward(x)
-        y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+        y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
         results += [y.detach(), x.grad]  # type: ignore[list-item]
     return [*results, layer.weight.grad, layer.bias.grad, *(b.clone() for b in layer.buffers())]  # type: ignore
 
@@ -76,6 +78,12 @@ def test_a_traced_layer_equals_eager_bitwise(casts):
 @pytest.mark.parametrize("casts", CASTS.values(), ids=CASTS.keys())
 def test_a_compiled_layer_equals_eager_bitwise(casts):
     check(casts, "inductor")
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_keeps_the_roundings_of_operands_that_are_widened_for_the_product(monkeypatch):
+    monkeypatch.setattr(backends, "FAST_BF16", None)
+    check(CASTS["BF16"], "inductor")
 
 
 def test_a_traced_layer_infers_as_eager_does():

@@ -139,27 +139,27 @@ def test_small_integers_come_out_exact_in_every_carrier(dtype):
     a = torch.arange(-8, 8).repeat(16, 1).to(dtype)
     b = torch.arange(16).remainder(3).repeat(16, 1).t().to(dtype)
     half = torch.tensor(0.5)
-    y = emulated_gemm(a, b, half, half, torch.float32, torch.full((16,), 0.25))
+    y = emulated_gemm(a, b, half, half, torch.float32, torch.full((16,), 0.25), dtype)
     assert torch.equal(y, (a.float() @ b.float()) * 0.25 + 0.25)
 
 
 def test_a_bias_is_rounded_to_the_output_dtype_before_it_is_added():
     a, b = torch.ones(1, 1), torch.ones(1, 1)
     bias = torch.tensor([1 + 2**-9])  # bf16 rounds it to 1
-    assert emulated_gemm(a, b, None, None, torch.bfloat16, bias).item() == 2.0
-    assert emulated_gemm(a, b, None, None, torch.float32, bias).item() == 2 + 2**-9
+    assert emulated_gemm(a, b, None, None, torch.bfloat16, bias, torch.float32).item() == 2.0
+    assert emulated_gemm(a, b, None, None, torch.float32, bias, torch.float32).item() == 2 + 2**-9
     assert cuda_gemm(a.to(E4M3FN.dtype), b.to(E4M3FN.dtype), None, None, torch.float32, bias).item() == 2 + 2**-9
 
 
 def test_fp16_products_overflow_as_ieee_does():
     a = torch.full((1, 4), 256.0)
-    assert emulated_gemm(a, a.t(), None, None, torch.float16, None).item() == float("inf")
+    assert emulated_gemm(a, a.t(), None, None, torch.float16, None, torch.float32).item() == float("inf")
 
 
 def test_an_autocast_region_around_it_does_not_recast_the_operands():
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = emulated_gemm(a, b, None, None, torch.float32, None)
+        y = emulated_gemm(a, b, None, None, torch.float32, None, torch.float32)
     assert torch.equal(y, a @ b)
 
 
@@ -188,7 +188,7 @@ def test_uninitialised_memory_is_never_read(dtype):
 def test_a_transposed_left_side_gives_what_its_copy_gives(rows):
     g, x = torch.randn(rows, 1024).bfloat16(), torch.randn(rows, 512).bfloat16()
     for left in (g, g[:, ::2], g.t().contiguous().t()):
-        y = emulated_gemm(left.t(), x, None, None, torch.bfloat16, None)
+        y = emulated_gemm(left.t(), x, None, None, torch.bfloat16, None, torch.bfloat16)
         expected = (left.double().t() @ x.double()).bfloat16()
         assert (y == expected).double().mean() > 0.99
 
