@@ -14,7 +14,7 @@ from narrowgauge.layers.convert import convert, device_of
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.parameters import store
 from narrowgauge.numerics.formats import BF16, FP16, FP32
-from narrowgauge.optim.groups import check_optimizer, match_state_dtypes, replace_parameters
+from narrowgauge.optim.groups import check_optimizer, is_plain_sgd, match_state_dtypes, replace_parameters
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import CastSpec, Recipe
@@ -58,10 +58,10 @@ def prepare(
     if hasattr(model, "_orig_mod"):
         raise ConversionError("the model is compiled already: call prepare first, then torch.compile")
     recipe = library.recipe(recipe).resolve(device_of(model))
-    check_supported(recipe)
-    check_stored(model, recipe)
     if optimizer is not None:
         check_optimizer(optimizer, model)
+    check_supported(recipe, optimizer)
+    check_stored(model, recipe)
     stored = store(model, recipe)
     convert(model, recipe)
     layers = [module for module in model.modules() if isinstance(module, Linear)]
@@ -78,20 +78,21 @@ def prepare(
     return model, optimizer
 
 
-def check_supported(recipe: Recipe) -> None:
-    """Raise RecipeError for the first role that this version cannot carry out."""
-    fp32 = CastSpec(FP32)
-    in_half = recipe.param == CastSpec(BF16)
+def check_supported(recipe: Recipe, optimizer: Optimizer | None) -> None:
+    """Raise RecipeError for the first role that this version cannot carry out with `optimizer`."""
+    fp32, bf16 = CastSpec(FP32), CastSpec(BF16)
     scaled = recipe.param.format is FP16 and recipe.param.is_scaled
-    if not (recipe.param == fp32 or in_half or scaled):
+    if not (recipe.param in (fp32, bf16) or scaled):
         raise _unsupported(recipe, "param", "CastSpec(FP32), CastSpec(BF16) or CastSpec(FP16, scale=TENSOR_POW2)")
     if recipe.master is not None:
         raise _unsupported(recipe, "master", "None")
-    if recipe.grad != fp32 and not (in_half and recipe.grad == recipe.param):
-        raise _unsupported(recipe, "grad", "CastSpec(FP32)")
-    for role in ("exp_avg", "exp_avg_sq"):
-        if getattr(recipe, role) != fp32:
-            raise _unsupported(recipe, role, "CastSpec(FP32)")
+    # torch's optimizers keep moments, and but for plain SGD want gradients, in the dtype of a plain parameter
+    in_half = recipe.param == bf16 and optimizer is not None and not is_plain_sgd(optimizer)
+    for role in ("grad", "exp_avg", "exp_avg_sq"):
+        if getattr(recipe, role) != (bf16 if in_half else fp32) and not (
+            role == "grad" and recipe.grad == recipe.param
+        ):
+            raise _unsupported(recipe, role, f"CastSpec({'BF16' if in_half else 'FP32'})")
     for role in COMM_ROLES:
         if getattr(recipe, role) not in (None, fp32):
             raise _unsupported(recipe, role, "None")
@@ -99,7 +100,10 @@ def check_supported(recipe: Recipe) -> None:
 
 def _unsupported(recipe: Recipe, role: str, expected: str) -> RecipeError:
     found = getattr(recipe, role)
-    return RecipeError(f"recipe '{recipe.name}': {role}=({found}) is not supported by this version: use {expected}")
+    return RecipeError(
+        f"recipe '{recipe.name}' with param=({recipe.param}): {role}=({found}) is not supported by this version; "
+        f"expected {expected}"
+    )
 
 
 def check_stored(model: nn.Module, recipe: Recipe) -> None:

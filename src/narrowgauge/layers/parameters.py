@@ -33,6 +33,9 @@ def store(model: nn.Module, recipe: Recipe) -> Stored:
     stored = Stored()
     if recipe.param == CastSpec(BF16):
         _cast(model, torch.bfloat16, (torch.float32, torch.float16))
+        for p in model.parameters():
+            if p.requires_grad and p.dtype is torch.bfloat16:
+                p.grad_dtype = recipe.grad.format.dtype
         stored.warnings.append(
             f"recipe '{recipe.name}' stores parameters in bfloat16 without a master copy: updates below half a unit in "
             "the last place are lost, and training may stall; use param=CastSpec(FP32) for float32 masters"

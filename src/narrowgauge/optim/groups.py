@@ -30,6 +30,13 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
                 )
 
 
+def is_plain_sgd(optimizer: Optimizer) -> bool:
+    """True for SGD without momentum in its single-tensor form, which takes a gradient of another dtype."""
+    return isinstance(optimizer, SGD) and not any(
+        group["momentum"] or group["foreach"] or group["fused"] for group in optimizer.param_groups
+    )
+
+
 def replace_parameters(optimizer: Optimizer, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Put new parameter objects in the place of old ones: the same groups, order and state."""
     new_of = {id(old): new for old, new in replaced}
