@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -117,7 +117,8 @@ class Session:
         begin_s = time.perf_counter()
         batches = [parts.stream.next() for _ in range(config.accumulation)]
         batches = [(ids.to(parts.device), targets.to(parts.device)) for ids, targets in batches]
-        counted = collect(parts.model) if self._is_due(config.statistics_every) else nullcontext()
+        is_sampled = self._is_due(config.statistics_every)
+        counted = collect(parts.model) if is_sampled else nullcontext()
         # torch.compile would compile a second model for the hooks that measure
         measured = SavedActivations(parts.model) if self.ledger is None and not config.compile else None
 
@@ -125,7 +126,7 @@ class Session:
             if self.ledger is None and any(p.grad is not None for p in parts.model.parameters()):  # not skipped
                 self.ledger = ledger(parts.model, parts.optimizer, activation=measured.bytes if measured else None)
 
-        with counted as statistics:
+        with counted as statistics, self._eager() if is_sampled else nullcontext():
             result = optimizer_step(
                 parts.model,
                 parts.optimizer,
@@ -137,6 +138,10 @@ class Session:
             )
         seconds = time.perf_counter() - begin_s
         self._record(result, lr, seconds, shares_by_role(statistics.read()) if statistics else None)
+
+    def _eager(self) -> AbstractContextManager[Any]:
+        """A context in which a compiled model runs as it was written."""
+        return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
     def _record(
         self, result: StepResult, lr: float, seconds: float, statistics: dict[str, dict[str, float]] | None
@@ -214,9 +219,10 @@ class Session:
         prompt = self.config.sample_prompt
         if self.config.sample_tokens:
             parts = self.parts
-            text = sample_text(
-                parts.model, parts.dataset.tokenizer, prompt, self.config.sample_tokens, seed=self.config.seed
-            )
+            with self._eager():  # compiled code would be made anew for every length of the text
+                text = sample_text(
+                    parts.model, parts.dataset.tokenizer, prompt, self.config.sample_tokens, seed=self.config.seed
+                )
             self.emit(events.Sampled(step=self.step, prompt=prompt, text=text))
 
     def _finish(self, status: Status) -> Result:
