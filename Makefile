@@ -46,10 +46,10 @@ format: $(DEV_STAMP) ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_STAMP) ## measure, and write benchmarks/results/
-	@for script in casts linear activation_memory import_time parity; do \
-		echo "== benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py --json || exit 1; \
-	done
+bench: $(DEV_STAMP) ## measure, write benchmarks/results/ and the figures in README.md
+	@for script in import_time casts linear activation_memory parity; do \
+		echo "== benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py --json || missed="$$missed $$script"; \
+	done; $(BIN)/python benchmarks/tables.py; test -z "$$missed" || { echo "missed:$$missed"; exit 1; }
 
 gpu-check: $(RUN_STAMP) ## hold the CUDA path against the emulation on this machine's GPU
 	$(BIN)/python benchmarks/gpu_check.py

@@ -15,11 +15,11 @@ import hashlib
 import math
 import statistics
 import time
+from pydoc_data.topics import topics
 
 import common
 import numpy as np
 import torch
-from pydoc_data.topics import topics
 
 import narrowgauge as ng
 from narrowgauge.models.gpt import GPT, GPTConfig
@@ -100,6 +100,22 @@ def verdict(name: str, gap: float) -> bool:
     return gap > UNSCALED_LOSS_GAP if name == "unscaled" else abs(gap) <= ALLOWED_LOSS_GAP
 
 
+def figures(means: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Distance of every mean from fp32's, as the README's table reads it."""
+    found = {}
+    for name, mean in means.items():
+        gap = mean - means.get("fp32", math.nan)
+        if name == "unscaled":
+            found["validation loss of FP8 without scales, above fp32's"] = {
+                "measured": gap,
+                "at_least": UNSCALED_LOSS_GAP,
+            }
+        elif name != "fp32":
+            label = f"validation loss of {name}, distance from fp32's"
+            found[label] = {"measured": abs(gap), "at_most": ALLOWED_LOSS_GAP}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
@@ -116,10 +132,12 @@ def main() -> int:
         ok = name == "fp32" or verdict(name, gap)
         passed &= ok
         spread = max(r["validation_loss"] for r in repeats[name]) - min(r["validation_loss"] for r in repeats[name])
-        print(f"{name:12} loss {mean:.4f}  against fp32 {gap:+.4f}  seeds' range {spread:.4f}  {'ok' if ok else 'MISSED'}")
+        outcome = "ok" if ok else "MISSED"
+        print(f"{name:12} loss {mean:.4f}  against fp32 {gap:+.4f}  seeds' range {spread:.4f}  {outcome}")
     if arguments.json:
         text_hash = hashlib.sha256(text.numpy().tobytes()).hexdigest()
-        common.write_result("parity", {"text_sha256": text_hash, "mean_validation_loss": means, "repeats": repeats})
+        result = {"text_sha256": text_hash, "mean_validation_loss": means, "repeats": repeats}
+        print(common.write_result("parity", {"figures": figures(means), **result}))
     return 0 if passed else 1
 
 

@@ -41,9 +41,10 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
             lines.append(
                 f"| {name} | {figure['measured']:.3f} | {sign} {goal:g} | {'met' if met else 'missed'} | {source} |"
             )
-    devices = sorted(
-        {f"{result['hardware']['device']}, {result['hardware']['threads']} threads" for result in results.values()}
-    )
+    hardware = [result["hardware"] for result in results.values()]
+    devices = sorted({f"{found['device']}, {found['threads']} threads" for found in hardware})
+    if not results:
+        return "No result files yet: `make bench` writes them.\n"
     return "\n".join([*lines, "", f"Measured on: {'; '.join(devices)}.", ""])
 
 
