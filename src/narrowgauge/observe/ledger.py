@@ -74,7 +74,7 @@ def ledger(
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    counter.add(_STATE_ROLES.get(key, key), value)
+                    counter.add(_STATE_ROLES.get(str(key), str(key)), value)
     for name, buffer in model.named_buffers():
         counter.add(SCALING if is_state_name(name.rpartition(".")[2]) else BUFFER, buffer)
     return Ledger(counter.bytes, sum(p.numel() for p in parameters), activation)
