@@ -13,8 +13,8 @@ import torch
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP32, TF32, Format
 from narrowgauge.recipes.spec import Emulation
 
-FP8_CAPABILITY = (8, 9)  # Ada Lovelace: the first with FP8 tensor cores (CUDA C++ Programming Guide)
-BF16_CAPABILITY = (8, 0)  # Ampere: the first with bf16 and TF32 tensor cores
+FP8_CAPABILITY: tuple[int, int] = (8, 9)  # Ada Lovelace: the first with FP8 tensor cores (CUDA C++ Programming Guide)
+BF16_CAPABILITY: tuple[int, int] = (8, 0)  # Ampere: the first with bf16 and TF32 tensor cores
 FAST_BF16_FEATURES = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")  # names of torch.cpu.get_capabilities()
 
 SCALED_MM = "scaled_mm"

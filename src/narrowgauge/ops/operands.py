@@ -145,7 +145,8 @@ def cast_by(
         dequant_scale = torch.where(done.amax.isfinite(), dequant_scale, done.amax)
     # a delayed scale lives in a buffer that the next roll overwrites: what was used is kept
     used = None if quant_scale is None else quant_scale.clone()
-    return Cast(done.codes, done.carrier, dequant_scale, spec.format, done.amax, used, done.saturated, done.flushed)
+    counts = (0, 0) if done.saturated is None or done.flushed is None else (done.saturated, done.flushed)
+    return Cast(done.codes, done.carrier, dequant_scale, spec.format, done.amax, used, *counts)
 
 
 def _cast_wide(x: Tensor, fmt: Format, count: bool) -> Cast:
