@@ -65,21 +65,22 @@ def quantize(
     return encoded, carried
 
 
-def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[int, int]:
-    """How many values a cast saturates, and how many it flushes to zero."""
-    return numba_cast.count_serial(_array(x), 1.0 if quant_scale is None else quant_scale.item(), fmt.mantissa_bits)
+def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
+    """How many values a cast saturates, and how many it flushes to zero: int64, 0-dimensional."""
+    scale = 1.0 if quant_scale is None else quant_scale.item()
+    saturated, flushed = numba_cast.count_serial(_array(x), scale, fmt.mantissa_bits)
+    return torch.tensor(saturated), torch.tensor(flushed)
 
 
-def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """The values of E4M3FN or E5M2 codes times the scale, in float32 or bfloat16."""
-    values = torch.empty_like(codes, dtype=dtype, memory_format=_PLAIN)
+def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
+    """Write the values of E4M3FN or E5M2 codes times the scale into `out`, float32 or bfloat16, contiguous."""
     scale = 1.0 if dequant_scale is None else dequant_scale.item()
     chunks = chunks_for(codes)
     if chunks == 1:
-        numba_cast.decode_serial(_array(codes), scale, fmt.mantissa_bits, _array(values))
+        numba_cast.decode_serial(_array(codes), scale, fmt.mantissa_bits, _array(out))
     else:
-        numba_cast.decode_parallel(_array(codes), scale, fmt.mantissa_bits, _array(values), chunks)
-    return values
+        numba_cast.decode_parallel(_array(codes), scale, fmt.mantissa_bits, _array(out), chunks)
+    return out
 
 
 def _array(x: Tensor) -> np.ndarray:

@@ -6,20 +6,25 @@ of the `narrowgauge` namespace per call; eager code skips torch's dispatcher, wh
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics import formats, scaling
+from narrowgauge.numerics import scaling
 from narrowgauge.numerics.formats import E4M3FN, E5M2, Format
 from narrowgauge.numerics.kernels import twin
 
 # below this many values a few torch operations are faster than the passage to Numba
 MIN_NUMBA = 1024
 
+_FAST_FORMATS = (E4M3FN, E5M2)
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _CARRIERS = (None, torch.float32, torch.bfloat16)
+_CONTIGUOUS = torch.contiguous_format
 
 
 class Quantized(NamedTuple):
@@ -35,7 +40,7 @@ def amax(x: Tensor) -> Tensor:
     """The largest magnitude of `x`, 0-dimensional float32: 0 for an empty tensor, NaN or infinity where `x` has it."""
     if _is_traced(x):
         return torch.ops.narrowgauge.amax(x)
-    return _amax(x)
+    return amax_eagerly(x)
 
 
 def quantize(
@@ -50,24 +55,38 @@ def quantize(
 ) -> Quantized:
     """Cast to codes of `fmt` by round to nearest even: codes = encode(x * quant_scale).
 
-    x: float32, bfloat16 or float16 of any shape and strides. quant_scale: float32, 0-dimensional (or broadcastable
-    against `x`); None means 1. saturating: as in `rounding.encode`, None for the format's own rule. codes: return codes
-    (contiguous, of `fmt.dtype`). carrier: return the values of the codes, without the scale, in this dtype (float32 or
-    bfloat16), which a matrix product can read. count: return the number of values with |x * quant_scale| > max, and of
-    values that are not zero but whose code is.
+    x: any floating dtype (float64 is rounded to float32 first), any shape and strides.
+    quant_scale: float32, 0-dimensional, or broadcastable against `x`; None means 1.
+    saturating: as in `rounding.encode`; None for the format's own rule.
+    codes: return codes, contiguous, of `fmt.dtype`. As with Tensor.to, a wide cast that changes nothing may return `x`.
+    carrier: return the values of the codes, without the scale, in this dtype, which a matrix product can read.
+    count: return how many values had |x * quant_scale| > max, and how many that are not zero have a code that is.
+    Raises RecipeError as `rounding.encode` does.
     """
     if _is_traced(x):
         outputs = torch.ops.narrowgauge.quantize(x, quant_scale, fmt.name, saturating, codes, carrier, count)
         wanted = (codes, carrier is not None, count, count)
         return Quantized(*(out if want else None for out, want in zip(outputs, wanted, strict=True)))
-    return _quantize(x, quant_scale, fmt, saturating, codes, carrier, count)
+    return quantize_eagerly(x, quant_scale, fmt, saturating, codes, carrier, count)
 
 
-def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes * dequant_scale: the product in float32, then one rounding to `dtype`. None means a scale of 1."""
+def dequantize(
+    codes: Tensor,
+    dequant_scale: Tensor | None,
+    fmt: Format,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """codes * dequant_scale: the product in float32, then one rounding to `dtype`. None means a scale of 1.
+
+    out: a tensor of the shape of `codes` to write into instead of a new one; it then sets the dtype.
+    """
+    if out is not None:
+        return _dequantize_into(codes, dequant_scale, fmt, out)
     if _is_traced(codes):
         return torch.ops.narrowgauge.dequantize(codes, dequant_scale, fmt.name, dtype)
-    return _dequantize(codes, dequant_scale, fmt, dtype)
+    return dequantize_eagerly(codes, dequant_scale, fmt, dtype)
 
 
 def _is_traced(x: Tensor) -> bool:
@@ -80,15 +99,13 @@ def _is_traced(x: Tensor) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _amax(x: Tensor) -> Tensor:
-    if x.is_cpu and x.dtype in _INPUTS and x.numel() >= MIN_NUMBA:
-        from narrowgauge.numerics.kernels import cpu
-
-        return cpu.amax(x)
-    return scaling.tensor_amax(x)
+def amax_eagerly(x: Tensor) -> Tensor:
+    """`amax` of a real tensor: Numba, Triton or torch."""
+    fast = _fast_module(x, x.dtype in _INPUTS)
+    return scaling.tensor_amax(x) if fast is None else fast.amax(x)
 
 
-def _quantize(
+def quantize_eagerly(
     x: Tensor,
     quant_scale: Tensor | None,
     fmt: Format,
@@ -97,79 +114,53 @@ def _quantize(
     carrier: torch.dtype | None,
     count: bool,
 ) -> Quantized:
+    """`quantize` of a real tensor: Numba, Triton or torch."""
     x = x.detach()
-    whole = quant_scale is None or quant_scale.numel() == 1
-    if x.is_cpu and fmt in (E4M3FN, E5M2) and x.numel() >= MIN_NUMBA and x.dtype in _INPUTS and saturating is not False:
-        if whole and carrier in _CARRIERS:
-            from narrowgauge.numerics.kernels import cpu
-
-            saturated, flushed = map(torch.tensor, cpu.count(x, quant_scale, fmt)) if count else (None, None)
-            return Quantized(*cpu.quantize(x, quant_scale, fmt, codes, carrier), saturated, flushed)
-    return Quantized(*twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count))
+    suits = fmt in _FAST_FORMATS and x.dtype in _INPUTS and carrier in _CARRIERS and saturating is not False
+    fast = _fast_module(x, suits and _is_single(quant_scale))
+    if fast is None:
+        return Quantized(*twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count))
+    counts = fast.count(x, quant_scale, fmt) if count else (None, None)
+    return Quantized(*fast.quantize(x, quant_scale, fmt, codes, carrier), *counts)
 
 
-def _dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
-    whole = dequant_scale is None or dequant_scale.numel() == 1
-    if codes.is_cpu and fmt in (E4M3FN, E5M2) and codes.numel() >= MIN_NUMBA and whole and dtype in _CARRIERS:
+def dequantize_eagerly(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """`dequantize` of a real tensor: Numba, Triton or torch."""
+    fast = _fast_module(codes, fmt in _FAST_FORMATS and dtype in _CARRIERS and _is_single(dequant_scale))
+    if fast is None:
+        return twin.dequantize(codes.contiguous(), dequant_scale, fmt, dtype)
+    return fast.dequantize(codes, dequant_scale, fmt, torch.empty_like(codes, dtype=dtype, memory_format=_CONTIGUOUS))
+
+
+def _dequantize_into(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
+    suits = fmt in _FAST_FORMATS and out.dtype in _CARRIERS and _is_single(dequant_scale)
+    fast = _fast_module(codes, suits and out.is_contiguous() and out.device == codes.device)
+    if fast is None or _is_traced(codes) or _is_traced(out):
+        return out.copy_(dequantize(codes, dequant_scale, fmt, out.dtype))
+    fast.dequantize(codes, dequant_scale, fmt, out)
+    torch.autograd.graph.increment_version(out)  # autograd cannot see the kernel's writes
+    return out
+
+
+def _is_single(scale: Tensor | None) -> bool:
+    return scale is None or scale.numel() == 1
+
+
+def _fast_module(x: Tensor, suits: bool) -> ModuleType | None:
+    """The module whose kernels take this tensor, loaded on first use; None for the torch operations."""
+    if not suits or x.numel() < MIN_NUMBA:
+        return None
+    if x.is_cpu:
         from narrowgauge.numerics.kernels import cpu
 
-        return cpu.dequantize(codes, dequant_scale, fmt, dtype)
-    return twin.dequantize(codes.contiguous(), dequant_scale, fmt, dtype)
+        return cpu
+    if x.is_cuda and _has_triton():
+        from narrowgauge.numerics.kernels import triton_cast
+
+        return triton_cast
+    return None
 
 
-_LIBRARY = torch.library.Library("narrowgauge", "DEF")
-_LIBRARY.define("amax(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define(
-    "quantize(Tensor x, Tensor? quant_scale, str fmt, bool? saturating, bool codes, ScalarType? carrier, bool count)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "dequantize(Tensor codes, Tensor? dequant_scale, str fmt, ScalarType dtype) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-def _quantize_op(
-    x: Tensor,
-    quant_scale: Tensor | None,
-    fmt: str,
-    saturating: bool | None,
-    codes: bool,
-    carrier: torch.dtype | None,
-    count: bool,
-) -> tuple[Tensor, ...]:
-    """An operator cannot return None: empty tensors stand for what was not asked for."""
-    outputs = _quantize(x, quant_scale, formats.ALL[fmt], saturating, codes, carrier, count)
-    return tuple(x.new_empty(0) if out is None else out for out in outputs)
-
-
-def _quantize_fake(
-    x: Tensor,
-    quant_scale: Tensor | None,
-    fmt: str,
-    saturating: bool | None,
-    codes: bool,
-    carrier: torch.dtype | None,
-    count: bool,
-) -> tuple[Tensor, ...]:
-    counts = [x.new_empty((), dtype=torch.int64) if count else x.new_empty(0) for _ in range(2)]
-    return (
-        x.new_empty(x.shape, dtype=formats.ALL[fmt].dtype) if codes else x.new_empty(0),
-        x.new_empty(x.shape, dtype=carrier) if carrier is not None else x.new_empty(0),
-        *counts,
-    )
-
-
-_LIBRARY.impl("amax", _amax, "CompositeExplicitAutograd")
-_LIBRARY.impl("quantize", _quantize_op, "CompositeExplicitAutograd")
-_LIBRARY.impl(
-    "dequantize",
-    lambda codes, scale, fmt, dtype: _dequantize(codes, scale, formats.ALL[fmt], dtype),
-    "CompositeExplicitAutograd",
-)
-torch.library.register_fake("narrowgauge::amax", lambda x: x.new_empty((), dtype=torch.float32), lib=_LIBRARY)
-torch.library.register_fake("narrowgauge::quantize", _quantize_fake, lib=_LIBRARY)
-torch.library.register_fake(
-    "narrowgauge::dequantize", lambda codes, scale, fmt, dtype: codes.new_empty(codes.shape, dtype=dtype), lib=_LIBRARY
-)
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
