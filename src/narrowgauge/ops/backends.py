@@ -43,8 +43,21 @@ class Backend:
 FAST_BF16: str | None = next((f for f in FAST_BF16_FEATURES if torch.cpu.get_capabilities().get(f)), None)
 
 
+_known: dict[tuple[str, str, Emulation, str | None], Backend] = {}
+
+
 def backend_of(left: Format, right: Format, device: torch.device, emulation: Emulation = Emulation.FAST) -> Backend:
     """The backend of the product of an operand in `left` with one in `right` on `device`."""
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return _decide(left, right, device, emulation)
+    key = (left.name, right.name, emulation, FAST_BF16)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _decide(left, right, device, emulation)
+    return found
+
+
+def _decide(left: Format, right: Format, device: torch.device, emulation: Emulation) -> Backend:
     narrow = left.is_narrow or right.is_narrow
     result = None if left.is_narrow and right.is_narrow else _result_dtype(left, right)
     if device.type == "cuda":

@@ -54,17 +54,27 @@ class LinearCasts:
             activation=recipe.activation,
         )
 
+    def __post_init__(self) -> None:
+        in_compute = {gemm.name: flag for gemm, flag in zip(GEMMS, self.in_compute, strict=True)}
+        specs = {gemm.name: self._specs_of(gemm, in_compute[gemm.name]) for gemm in GEMMS}
+        # not fields: they follow from the fields, and are looked up several times a call
+        object.__setattr__(self, "_in_compute", in_compute)
+        object.__setattr__(self, "_specs", specs)
+
+    def _specs_of(self, gemm: Gemm, in_compute: bool) -> dict[str, CastSpec]:
+        own = {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
+        specs = {role: CastSpec(self.compute) if in_compute else own[role] for role in (gemm.left, gemm.right)}
+        if self.activation is not None and gemm.name == GRAD_WEIGHT.name:
+            specs["input"] = self.activation
+        return specs
+
     def spec(self, gemm: Gemm, role: str) -> CastSpec:
         """The cast of the operand `role` ("input", "weight", "grad_output") where `gemm` multiplies it."""
-        if self.activation is not None and role == "input" and gemm.name == GRAD_WEIGHT.name:
-            return self.activation
-        if self.runs_in_compute(gemm):
-            return CastSpec(self.compute)
-        return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}[role]
+        return self._specs[gemm.name][role]  # type: ignore[attr-defined]
 
     def runs_in_compute(self, gemm: Gemm) -> bool:
         """True where `gemm` multiplies in the compute dtype whatever the operands' own casts are."""
-        return any(flag and gemm.name == other.name for flag, other in zip(self.in_compute, GEMMS, strict=True))
+        return self._in_compute[gemm.name]  # type: ignore[attr-defined]
 
     def backend(self, gemm: Gemm, device: torch.device) -> Backend:
         """What runs `gemm` on `device`, and why."""

@@ -132,10 +132,9 @@ def _cast_pair(
     spec, carrier = call.casts.spec(OUTPUT, role), call.casts.backend(OUTPUT, x.device).carrier
     spec_later = None if later is None else call.casts.spec(later, role)
     counted = not call.casts.runs_in_compute(OUTPUT)
-    now = call.caster.cast(
-        role, x, spec, keep_codes=spec_later == spec, carrier=carrier, counted=counted, source=source
-    )
-    if spec_later is None or spec_later == spec:
+    agree = spec is spec_later or spec == spec_later
+    now = call.caster.cast(role, x, spec, keep_codes=agree, carrier=carrier, counted=counted, source=source)
+    if spec_later is None or agree:
         return now, None if spec_later is None else now
     assert later is not None
     counted = not counted and not call.casts.runs_in_compute(later)

@@ -9,6 +9,7 @@ With input [M, K], weight [N, K] and grad_output [M, N]:
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ from narrowgauge.ops import kernels
 from narrowgauge.ops.backends import SCALED_MM, Backend
 
 ALIGNMENT = 16  # scaled_mm on CUDA: every dimension of FP8 operands is a multiple of 16 (cuBLASLt)
+# oneDNN multiplies a transposed bf16 left side up to 1.6 times slower than a plain one; from this many columns of the
+# right side on, that costs more than a copy does (measured with AMX, one thread)
+MIN_COLUMNS_TO_TRANSPOSE = 512
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,10 @@ def emulated_gemm(
         return torch.ops.narrowgauge.carried_mm(a, b, scale_a, scale_b, bias, out_dtype, carrier)
     a, b = a.to(carrier), b.to(carrier)
     scale = _product_scale(scale_a, scale_b)
-    if scale is None and bias is None:
-        return torch.mm(a, b).to(out_dtype)
-    wide = torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.mm(a.float(), b.float())
+    with _outside_autocast(a.device.type):
+        if scale is None and bias is None:
+            return torch.mm(a, b).to(out_dtype)
+        wide = torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.mm(a.float(), b.float())
     if scale is not None:
         wide = wide * scale
     if bias is not None:
@@ -144,6 +149,13 @@ def _row_major(codes: Tensor) -> Tensor:
     return F.pad(codes.view(torch.uint8), pad).view(codes.dtype)
 
 
+def _outside_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """The carrier is chosen: an autocast region around the call must not recast it."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _contiguous(x: Tensor) -> Tensor:
     # unlike Tensor.contiguous, clone works on fake CUDA tensors where torch is built without CUDA
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
@@ -176,11 +188,11 @@ def _carried_mm_cpu(
     addend = a.new_empty(()).expand(a.shape[0], b.shape[1])
     if fused and bias is not None:
         addend = bias.to(dtype).to(a.dtype)
-    if a.dtype is torch.bfloat16 and a.stride(0) == 1 and not a.is_contiguous():
-        a = kernels.transposed(a.t())  # oneDNN takes a third longer for a transposed left side than for this copy
-    with torch.autocast("cpu", enabled=False):  # the carrier is chosen; a region around the call must not recast it
+    if a.dtype is torch.bfloat16 and a.stride(0) == 1 and a.stride(1) > 1 and b.shape[1] >= MIN_COLUMNS_TO_TRANSPOSE:
+        a = kernels.transposed(a.t())
+    with _outside_autocast("cpu"):
         y = torch.addmm(addend, a, b, beta=1 if fused else 0, alpha=alpha).to(dtype)
-        return y if fused or bias is None else y + bias.to(dtype)
+    return y if fused or bias is None else y + bias.to(dtype)
 
 
 def _carried_mm_shape(

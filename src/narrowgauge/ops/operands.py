@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,7 +38,8 @@ class Counter(Protocol):
 class Cast(NamedTuple):
     """A tensor cast for products: its codes, its values in a carrier dtype, or both; x ~ value * dequant_scale.
 
-    quant_scale: the delayed scale that it was cast with, else None. saturated, flushed: counts, where asked for.
+    quant_scale: in a store, the delayed scale that it was cast with, else None. saturated, flushed: counts, where
+    asked for.
     """
 
     codes: Tensor | None
@@ -95,12 +97,11 @@ class Caster(NamedTuple):
             raise RecipeError(f"{role} is cast by '{spec}': expected its slots in `delayed`, found none")
         quant_scale = None if slots is None else slots.quant_scale
         count = counted and self.counter is not None
-        key = (spec, keep_codes, carrier, count)
-        done = self._found(source, key, quant_scale)
-        if done is None:
-            done = cast_by(x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count)
-            if self.shared is not None and source is not None:
-                self.shared.put(source, key, done)
+        made = functools.partial(cast_by, x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count)
+        if self.shared is None or source is None:
+            done = made()
+        else:
+            done = _shared(self.shared, source, (spec, keep_codes, carrier, count), quant_scale, made)
         if count and self.counter is not None:
             self.counter.add(role, x.numel(), done.saturated, done.flushed, done.amax)
         if self.record and slots is not None and done.amax is not None:
@@ -108,16 +109,26 @@ class Caster(NamedTuple):
             live.copy_(torch.maximum(live, done.amax))  # maximum keeps NaN, and repeating it changes nothing
         return done
 
-    def _found(self, source: Tensor | None, key: tuple[object, ...], quant_scale: Tensor | None) -> Cast | None:
-        """A sibling's cast of the same tensor by the same spec and scale."""
-        if self.shared is None or source is None:
-            return None
-        done = self.shared.get(source, key)
-        if done is None or quant_scale is None:
-            return done
+
+def _shared(
+    store: SharedInputs[Cast],
+    source: Tensor,
+    key: tuple[object, ...],
+    quant_scale: Tensor | None,
+    make: Callable[[], Cast],
+) -> Cast:
+    """A sibling's cast of the same tensor by the same spec and scale, else one made now for the siblings to find."""
+    found = store.get(source, key)
+    if found is not None and quant_scale is not None:
         # comparing two delayed scales is free on a CPU only; elsewhere it would wait for the device at every layer
-        same = quant_scale.device.type == "cpu" and done.quant_scale is not None
-        return done if same and torch.equal(done.quant_scale, quant_scale) else None  # type: ignore[arg-type]
+        used = found.quant_scale
+        if used is None or not used.is_cpu or not torch.equal(used, quant_scale):
+            found = None
+    if found is None:
+        # a delayed scale lives in a buffer that the next roll overwrites: what was used is kept
+        found = make()._replace(quant_scale=None if quant_scale is None else quant_scale.clone())
+        store.put(source, key, found)
+    return found
 
 
 def cast_by(
@@ -143,10 +154,8 @@ def cast_by(
     if dequant_scale is not None and done.amax is not None and spec.format.saturating:
         # the cast has saturated an infinity: the product must still show it, or no loss scaler or guard would see it
         dequant_scale = torch.where(done.amax.isfinite(), dequant_scale, done.amax)
-    # a delayed scale lives in a buffer that the next roll overwrites: what was used is kept
-    used = None if quant_scale is None else quant_scale.clone()
     counts = (0, 0) if done.saturated is None or done.flushed is None else (done.saturated, done.flushed)
-    return Cast(done.codes, done.carrier, dequant_scale, spec.format, done.amax, used, *counts)
+    return Cast(done.codes, done.carrier, dequant_scale, spec.format, done.amax, None, *counts)
 
 
 def _cast_wide(x: Tensor, fmt: Format, count: bool) -> Cast:
