@@ -7,6 +7,7 @@ Modules of commands load on use, so that `--help` answers before torch could hav
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` without the program's name, `sys.argv[1:]` by default."""
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # sampled text on a terminal that is not UTF-8 must not end the command
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(argv)
