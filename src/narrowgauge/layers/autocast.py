@@ -93,7 +93,7 @@ def _is_checkpointed() -> bool:
     """True inside a non-reentrant activation checkpoint, and inside its recomputation: both must save the same."""
     if torch.compiler.is_compiling():
         return False  # recomputation is then a part of the compiled graph
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 

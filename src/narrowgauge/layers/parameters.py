@@ -91,7 +91,7 @@ def _quantized(old: nn.Parameter, spec: CastSpec) -> nn.Parameter:
     """A parameter of quantized storage with the attributes, gradient and hooks of `old`."""
     new = nn.Parameter(quantize(old.detach(), spec))
     attributes = {name: value for name, value in old.__dict__.items() if not hasattr(type(old), name)}
-    new.__dict__.update(attributes)
+    vars(new).update(attributes)
     new.grad = old.grad
     hooks: list[tuple[str, str]] = [
         ("_backward_hooks", "register_hook"),

@@ -147,7 +147,7 @@ class StepGuard:
             self._check()
             return loss
 
-        return (args[0], guarded), {}
+        return (args[0], guarded), {}  # type: ignore[misc]
 
     def _check(self) -> None:
         grads = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]

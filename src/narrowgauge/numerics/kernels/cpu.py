@@ -101,7 +101,7 @@ def _has_safe_threads() -> bool:
 
     if numba.config.THREADING_LAYER == "default":  # type: ignore[attr-defined]
         try:
-            from numba.np.ufunc import omppool  # noqa: F401
+            from numba.np.ufunc import omppool  # type: ignore[attr-defined]  # noqa: F401
         except ImportError:
             return False
         numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
