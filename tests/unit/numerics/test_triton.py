@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowgauge.numerics import kernels, rounding, scaling
+from narrowgauge.numerics.formats import E4M3FN, E5M2, Format
+
+pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
+HERE = Path(__file__).parent
+
+
+def run(program: str, *arguments: str, **variables: str) -> None:
+    command = [sys.executable, str(HERE / program), *arguments]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_kernels_give_the_bits_of_the_twin_in_the_interpreter() -> None:
+    run("triton_interpreted.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["90", "100"])
+def test_kernels_compile_without_a_gpu(architecture: str, tmp_path: Path) -> None:
+    run("triton_compiled.py", architecture, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=repr)
+def test_a_gpu_gives_the_bits_of_the_cpu(fmt: Format) -> None:
+    bits = torch.randint(-(2**31), 2**31, (1 << 20,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    x = bits.view(torch.float32)
+    x, scale = x[x.isfinite()], torch.tensor(1.7)
+    result = kernels.quantize(x.cuda(), scale.cuda(), fmt, carrier=torch.bfloat16, count=True)
+    expected = kernels.quantize(x, scale, fmt, carrier=torch.bfloat16, count=True)
+    for a, b in zip(result, expected, strict=True):
+        assert torch.equal(a.cpu().double(), b.double())
+    assert torch.equal(kernels.amax(x.cuda()).cpu(), scaling.tensor_amax(x))
+    codes = rounding.encode(x, fmt)
+    values = kernels.dequantize(codes.cuda(), scale.cuda(), fmt, torch.bfloat16)
+    assert torch.equal(values.cpu(), kernels.dequantize(codes, scale, fmt, torch.bfloat16))
