@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,12 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.errors import CheckpointError, DataError, DivergenceError
+from narrowgauge.errors import CheckpointError, ConfigError, DataError, DivergenceError
 from narrowgauge.observe import journal
 from narrowgauge.train import checkpoint as checkpoints
 from narrowgauge.train import loop
 from narrowgauge.train.assemble import Parts, assemble
-from narrowgauge.train.events import CheckpointSaved, Event, Finished, Skipped, Status, StepDone, Warned
+from narrowgauge.train.events import CheckpointSaved, Evaluated, Event, Finished, Skipped, Status, StepDone, Warned
 from narrowgauge.train.loop import resume, run
 from narrowgauge.train.run_folder import RunFolder
 
@@ -214,7 +215,31 @@ def test_a_second_sigint_aborts_at_once(make_config) -> None:
     assert RunFolder(Path(config.runs_dir) / "a").steps() == []
 
 
-def test_text_shorter_than_a_sequence_is_refused(make_config, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("a few words\n")
+def test_a_signal_during_validation_saves_at_that_step(make_config, ending) -> None:
+    whole = run(make_config("whole"))
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Evaluated) and event.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = run(make_config("a", save_every=0), listen)
+    assert result.step == 4 and RunFolder(result.run_dir).steps() == [4]
+    resume(result.run_dir)
+    assert ending(result.run_dir) == ending(whole.run_dir)
+
+
+def test_a_run_that_never_began_leaves_its_name_free(make_config, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a few words\n")
+    config = make_config("a", data={"corpus": str(text), "tokenizer": "bytes"})
     with pytest.raises(DataError, match="sequence"):
-        run(make_config("a", data={"corpus": str(tmp_path / "short.txt"), "tokenizer": "bytes"}))
+        run(config)
+    assert not (Path(config.runs_dir) / "a").exists()
+    text.write_text("a few words more\n" * 100)
+    assert run(config).status is Status.FINISHED
+
+
+def test_tensorboard_that_is_not_installed_is_named(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'narrowgauge\[report\]'"):
+        run(make_config("a", tensorboard=True))

@@ -36,6 +36,9 @@ def run(config: TrainConfig, on_event: OnEvent = ignore) -> Result:
     folder = RunFolder.create(config)
     try:
         return _train(config, folder, on_event, None)
+    except BaseException:
+        folder.discard_unused()  # so that the name is free once the configuration or the text is mended
+        raise
     finally:
         folder.unlock()
 

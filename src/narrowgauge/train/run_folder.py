@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,16 @@ class RunFolder:
                 f"{self.path}: expected a run that nobody writes, found another process training: wait, or stop it"
             ) from None
         remove_unfinished(self.checkpoints)  # only a writer may: what is unfinished may be another's work in hand
+
+    def discard_unused(self) -> None:
+        """Undo `create`, where the run never began: it has no journal yet."""
+        if self.journal.exists():
+            return
+        for file in (self.config, self.tokenizer, self.path / ".lock"):
+            file.unlink(missing_ok=True)
+        for folder in (self.checkpoints, self.path):
+            with suppress(OSError):  # not empty: something else lies there
+                folder.rmdir()
 
     def unlock(self) -> None:
         """Let others write; a second call does nothing."""

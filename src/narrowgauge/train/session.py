@@ -85,13 +85,13 @@ class Session:
         while self.step < config.steps:
             self._step()
             is_last = self.step == config.steps
-            if interruption.requested and not is_last:
-                self._save(must_succeed=True)
-                return self._finish(Status.INTERRUPTED)
-            if is_last or self._is_due(config.eval_every):
+            if is_last or (self._is_due(config.eval_every) and not interruption.requested):
                 self._evaluate()
-            if is_last or self._is_due(config.save_every):
-                self._save(must_succeed=is_last)
+            stops = interruption.requested and not is_last
+            if stops or is_last or self._is_due(config.save_every):
+                self._save(must_succeed=stops or is_last)
+            if stops:
+                return self._finish(Status.INTERRUPTED)
         self._sample()
         return self._finish(Status.FINISHED)
 

@@ -65,6 +65,44 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:  # case 69
         assert bits_equal(a, b), name
 
 
+@pytest.mark.parametrize("recipe", ng.recipe_names())
+def test_a_prepared_model_goes_on_with_the_same_bits_in_every_recipe(tmp_path: Path, recipe: str) -> None:  # case 69
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, ng.LossScaler]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 32))
+        model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe)
+        return model, optimizer, ng.LossScaler(recipe, "cpu", init_scale=2.0**12, growth_interval=2)
+
+    def go_on(parts: tuple[nn.Module, torch.optim.Optimizer, ng.LossScaler], steps: range) -> list[float]:
+        model, optimizer, scaler = parts
+        losses = []
+        for step in steps:
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+            loss = (model(x).float() - x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    whole = build(0)
+    go_on(whole, range(3))
+    ng.save(tmp_path / "c", *whole[:2], scaler=whole[2])
+    expected = go_on(whole, range(3, 6))
+    other = build(1)
+    other[2].load_state_dict(ng.load(tmp_path / "c", *other[:2])["scaler"])
+    assert go_on(other, range(3, 6)) == expected
+    assert whole[2].get_scale() == other[2].get_scale()
+    for (name, a), b in zip(whole[0].state_dict().items(), other[0].state_dict().values(), strict=True):
+        for x, y in zip(plain(a), plain(b), strict=True):
+            assert bits_equal(x, y), name
+
+
+def plain(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (value.codes, value.dequant_scale) if isinstance(value, ng.QuantizedTensor) else (value,)
+
+
 def test_extra_state_comes_back_as_it_was(tmp_path: Path) -> None:
     extra = {
         "numbers": [1, -2.5, True, None, "text", math.inf, 2**70],
