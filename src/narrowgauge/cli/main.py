@@ -1,7 +1,7 @@
 """The command `narrowgauge`: finds the command's module, runs it, and turns what goes wrong into one line and a code.
 
 Exit codes: 0 done; 2 bad arguments or configuration; 1 anything else that failed; 130 interrupted.
-Modules of commands load on use, so that `--help` answers before torch could have been imported.
+Modules of commands load on use, so that `--help` costs nothing beyond the import of torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _dispatch(argv)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _dispatch(argv)
         sys.stdout.flush()  # here, where a reader that has gone is still handled
         return code
     except BrokenPipeError:
@@ -63,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError | RecipeError) else EXIT_FAILED
+
+
+def _show_warning(message: Warning | str, *_where: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -71,7 +71,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         if event.resumed_from is not None:
             self.say(f"resumed  from {event.resumed_from} at step {event.step}")
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[facts]}"))
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[facts]}"))
             self._live = Progress(*columns, console=self.console, transient=True)
             self._live.start()
             description = f"step {event.step}/{event.steps}"
@@ -169,19 +169,15 @@ def duration(seconds: float) -> str:
 
 
 def _facts(event: events.StepDone, left_s: float, trouble_text: str) -> str:
-    facts = [
-        f"loss {event.loss:.4f}",
-        f"norm {event.grad_norm:.3f}",
-        f"lr {event.lr:.2e}",
-        f"{event.tokens_per_s:,.0f} tokens/s",
-        f"{duration(left_s)} left",
-    ]
+    # what matters most comes first: a narrow terminal cuts the end off
+    facts = [f"loss {event.loss:.4f}", f"{event.tokens_per_s:,.0f} tokens/s", f"{duration(left_s)} left"]
     if event.loss_scale != 1.0:
         facts.append(f"loss scale {event.loss_scale:g}")
     if event.skipped:
         facts.append("SKIPPED")
     if trouble_text:
         facts.append(trouble_text)
+    facts += [f"norm {event.grad_norm:.3f}", f"lr {event.lr:.2e}"]
     return "  ".join(facts)
 
 
