@@ -57,6 +57,8 @@ def _open(parent: nn.Module, args: Any) -> None:
 
 
 def _close(parent: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     # an exception may have skipped the opening hook of this parent, or the closing one of a child
     if any(owner is parent for owner, _ in _scopes.open):
         while _scopes.open.pop()[0] is not parent:

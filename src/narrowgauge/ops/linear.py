@@ -15,6 +15,7 @@ from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
 from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots
 from narrowgauge.ops.shared import SharedInputs
+from narrowgauge.tensors.quantized import QuantizedTensor
 
 __all__ = ["Counter", "DelayedSlots", "LinearCasts", "linear"]
 
@@ -47,7 +48,9 @@ def linear(
     Where `casts.in_compute` runs grad_weight in the compute dtype, the input is saved in that dtype; where it runs
     grad_input so, the weight itself is kept by reference and cast again.
     """
-    caster = Caster(delayed, record, counter, shared)
+    # read here: on the inside of the autograd function torch.compile sees a tensor without attributes
+    weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
+    caster = Caster(delayed, record, counter, shared, weight_spec)
     call = _Call(casts, caster, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
     return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]
 

@@ -67,13 +67,14 @@ class Caster(NamedTuple):
     """Casts the operands of one call of a linear layer, and keeps the books: amax slots, counts, shared inputs.
 
     delayed: slots of the roles with a delayed scale. record: whether live slots are raised. counter: told of every
-    counted cast. shared: casts of inputs by sibling layers.
+    counted cast. shared: casts of inputs by sibling layers. weight_spec: how a quantized weight is stored.
     """
 
     delayed: Mapping[str, DelayedSlots]
     record: bool
     counter: Counter | None
     shared: SharedInputs[Cast] | None
+    weight_spec: CastSpec | None = None
 
     def cast(
         self,
@@ -97,7 +98,16 @@ class Caster(NamedTuple):
             raise RecipeError(f"{role} is cast by '{spec}': expected its slots in `delayed`, found none")
         quant_scale = None if slots is None else slots.quant_scale
         count = counted and self.counter is not None
-        made = functools.partial(cast_by, x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count)
+        made = functools.partial(
+            cast_by,
+            x,
+            spec,
+            quant_scale,
+            keep_codes=keep_codes,
+            carrier=carrier,
+            count=count,
+            stored=self.weight_spec if role == "weight" else None,
+        )
         if self.shared is None or source is None:
             done = made()
         else:
@@ -139,10 +149,15 @@ def cast_by(
     keep_codes: bool,
     carrier: torch.dtype | None,
     count: bool,
+    stored: CastSpec | None = None,
 ) -> Cast:
-    """Cast `x` by `spec`; quant_scale: the delayed scale, or None. Codes are kept where there is no carrier."""
+    """Cast `x` by `spec`; quant_scale: the delayed scale, or None. Codes are kept where there is no carrier.
+
+    stored: how `x` is stored, where it is a QuantizedTensor; left out, it is asked.
+    """
     if isinstance(x, QuantizedTensor):
-        if x.spec.format is spec.format and (x.spec == spec or not spec.is_scaled):
+        stored = x.spec if stored is None else stored
+        if stored.format is spec.format and (stored == spec or not spec.is_scaled):
             # the stored codes are the operand: casting their values again could only lose
             return Cast(x.codes, None, x.dequant_scale, spec.format, x.amax if count else None)
         x = x.dequantize()

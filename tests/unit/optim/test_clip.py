@@ -25,7 +25,8 @@ def test_it_agrees_with_torch(norm_type: float, max_norm: float) -> None:
     gradients = [torch.randn(7, 5), torch.randn(3), torch.zeros(0)]
     ours, theirs = parameters(*gradients), parameters(*gradients)
     norm = ng.clip_grad_norm_(ours, max_norm, norm_type)
-    assert torch.allclose(norm, torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type))
+    # torch refuses the infinity norm of an empty tensor
+    assert torch.allclose(norm, torch.nn.utils.clip_grad_norm_(theirs[:2], max_norm, norm_type))
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a.grad, b.grad)
 
