@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,23 @@ def test_killed_at_any_step_and_resumed_is_the_same_run(recipe: str, make_config
     assert found.files == expected.files
 
 
+@pytest.mark.slow
+def test_several_threads_and_real_widths_repeat_too(make_config, ending) -> None:
+    changes = {
+        "model": {"layers": 2, "width": 256, "heads": 4, "context": 128},
+        "recipe": "fp8_delayed",
+        "threads": 2,
+        "batch_size": 8,
+        "steps": 6,
+        "save_every": 3,
+    }
+    folders = [RunFolder(run(make_config(name, **changes)).run_dir) for name in ("a", "b")]
+    expected = ending(folders[0].path)
+    assert ending(folders[1].path) == expected
+    resume(folders[1].path, checkpoint="step-000003")
+    assert ending(folders[1].path) == expected
+
+
 @pytest.mark.multiproc
 def test_sigterm_finishes_the_step_saves_and_exits_with_130(make_config, start, ending) -> None:
     changes = {"steps": 40, "save_every": 0, "eval_every": 5}
@@ -50,7 +69,8 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_130(make_config, start, 
     last = journal.read(stopped.folder.journal).of_kind("step")[-1]["step"]
     assert stopped.folder.steps() == [last] and last < 40
     assert "narrowgauge resume" in output
-    resume(stopped.folder.path)
+    command = [sys.executable, "-m", "narrowgauge", "resume", str(stopped.folder.path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     found, expected = ending(stopped.folder.path), ending(whole.run_dir)
     assert found == expected
 

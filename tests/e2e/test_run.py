@@ -114,7 +114,6 @@ def test_validation_leaves_the_run_as_it_was(recipe: str, make_config, ending) -
 
 
 def test_tensorboard_files_are_written_beside_the_journal(make_config) -> None:
-    pytest.importorskip("tensorboard")
     result, _ = record(make_config("a", tensorboard=True))
     assert list((result.run_dir / "tensorboard").glob("events.out.tfevents.*"))
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
-import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +135,9 @@ def test_a_full_disk_during_a_save_warns_and_the_run_goes_on(make_config, monkey
     assert sorted(p.name for p in (result.run_dir / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
 
 
-@contextmanager
-def largest_file(limit_bytes: int) -> Iterator[None]:
-    """Let the operating system refuse longer files, as a full disk would."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def test_a_last_save_that_fails_ends_in_an_error_with_the_old_checkpoint_intact(make_config, ending) -> None:
+def test_a_last_save_that_fails_ends_in_an_error_with_the_old_checkpoint_intact(
+    make_config, ending, largest_file
+) -> None:
     whole = run(make_config("whole"))
     limits: list[Any] = []
 

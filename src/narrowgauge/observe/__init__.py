@@ -1,0 +1,1 @@
+"""What a run leaves to look at: its journal, and bytes per role."""
