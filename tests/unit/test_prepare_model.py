@@ -12,6 +12,7 @@ import narrowgauge as ng
 from narrowgauge.layers.linear import Linear
 from narrowgauge.recipes.spec import CastSpec
 
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 RECIPES = ng.recipe_names()
 BF16, FP16, FP32 = ng.formats.BF16, ng.formats.FP16, ng.formats.FP32
 
@@ -338,6 +339,7 @@ def test_bfloat16_parameters_under_adam_must_say_what_the_moments_are() -> None:
     assert optimizer.state[model.block.weight]["exp_avg"].dtype is torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch.compile's own
 def test_optimizers_that_it_does_not_know_are_refused() -> None:
     model = Tied()
     with pytest.raises(ng.ConversionError, match=r"expected torch.optim.AdamW, Adam or SGD, found .*RMSprop"):

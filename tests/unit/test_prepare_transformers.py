@@ -11,6 +11,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge.layers.report import CONVERTED, KEPT
 
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 transformers = pytest.importorskip("transformers")
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 MakeMlp = Callable[..., nn.Sequential]
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
+def small_and_seeded(one_thread: None, seeded: None) -> None:
+    """Applies to every test of this folder."""
 
 
 @pytest.fixture
@@ -27,14 +25,3 @@ def mlp() -> MakeMlp:
         return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     return make
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of parameters and buffers."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_state(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name

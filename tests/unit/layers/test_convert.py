@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import assert_same_state, state_of
+from states import assert_same_state, state_of
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import assert_same_state, state_of
+from states import assert_same_state, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
