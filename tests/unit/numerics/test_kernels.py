@@ -82,6 +82,14 @@ def test_dequantize_equals_the_twin_for_every_code(fmt: Format, dtype: torch.dty
         assert_bits_equal(values, twin.dequantize(codes, scale, fmt, dtype))
 
 
+@pytest.mark.parametrize("offset", [0, 1, 16], ids=["aligned", "unaligned", "next line"])
+def test_streaming_past_the_caches_writes_the_same_bits(offset: int, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "MIN_STREAMED", 1)
+    codes = torch.arange(100_003).to(torch.uint8).view(E4M3FN.dtype)
+    out = torch.zeros(100_003 + 2 * offset)[offset : offset + 100_003]
+    assert_bits_equal(cpu.dequantize(codes, torch.tensor(0.3), E4M3FN, out), codes.float() * torch.tensor(0.3))
+
+
 @pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("length", [1, 1023, 1024, 5000, 200_001])
 def test_amax_equals_the_twin(dtype: torch.dtype, length: int) -> None:

@@ -15,6 +15,8 @@ from narrowgauge.numerics.kernels import numba_cast
 
 # below this, handing a chunk to a second thread costs more than it saves
 MIN_CHUNK = 32768
+# from this many float32 values on (32 MiB) a result would not stay in the caches anyway
+MIN_STREAMED = 1 << 23
 
 _BITS = {
     torch.float32: torch.int32,
@@ -74,12 +76,18 @@ def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[Tensor, T
 
 def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
     """Write the values of E4M3FN or E5M2 codes times the scale into `out`, float32 or bfloat16, contiguous."""
-    scale = 1.0 if dequant_scale is None else dequant_scale.item()
+    arguments = (
+        _array(codes),
+        1.0 if dequant_scale is None else dequant_scale.item(),
+        fmt.mantissa_bits,
+        _array(out),
+    )
     chunks = chunks_for(codes)
+    streamed = out.dtype is torch.float32 and out.numel() >= MIN_STREAMED and out.data_ptr() % 64 == 0
     if chunks == 1:
-        numba_cast.decode_serial(_array(codes), scale, fmt.mantissa_bits, _array(out))
+        (numba_cast.decode_streamed if streamed else numba_cast.decode_serial)(*arguments)
     else:
-        numba_cast.decode_parallel(_array(codes), scale, fmt.mantissa_bits, _array(out), chunks)
+        (numba_cast.decode_streamed_parallel if streamed else numba_cast.decode_parallel)(*arguments, chunks)
     return out
 
 

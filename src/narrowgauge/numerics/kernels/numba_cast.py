@@ -25,6 +25,25 @@ _SIGN = np.int32(-0x80000000)
 _NAN = np.int32(0x7FC00000)
 # chunks start at multiples of this, so that no two threads write one cache line
 _GRAIN = 256
+# values decoded into the first-level cache before they are streamed to memory
+_BLOCK = 2048
+
+
+@intrinsic
+def _stream_line(typing_context: Any, source: Any, i: Any, target: Any, j: Any) -> Any:
+    """target[j : j + 16] = source[i : i + 16] in int32, one cache line, written without reading it first."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(32), 16).as_pointer()
+        pointers = []
+        for array_type, array, index in zip(signature.args[::2], arguments[::2], arguments[1::2], strict=True):
+            data = context.make_array(array_type)(context, builder, array).data
+            pointers.append(builder.bitcast(builder.gep(data, [index]), line))
+        store = builder.store(builder.load(pointers[0], align=4), pointers[1], align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, target, types.intp), codegen
 
 
 @njit(nogil=True, cache=True)
@@ -177,15 +196,15 @@ def count_serial(x: Any, scale: float, mantissa_bits: int) -> tuple[int, int]:
 def decode_serial(codes: Any, scale: float, mantissa_bits: int, values: Any) -> None:
     """values = codes * scale, as bits: int32 (float32), or uint16 (bfloat16, rounded once to nearest even)."""
     scale = f32(scale)
-    # as float16, whose exponent is as wide as E5M2's or wider, subnormals need no case of their own
-    shift = i16(10 - mantissa_bits)
-    rebias = f32(1.0) if mantissa_bits == 2 else f32(256.0)
-    nan = i16(i16(0x7F) << shift)
+    # Read as float16: its exponent is as wide as E5M2's or wider, so that subnormals need no case of their own. The
+    # shifts are constants because Numba shifts by a variable in 64 bits; the mask takes E4M3FN's second sign bit away.
+    is_e4m3 = mantissa_bits == 3
+    rebias = f32(256.0) if is_e4m3 else f32(1.0)
+    nan = i16(0x7F << 7) if is_e4m3 else i16(0x7F << 8)
     for i in range(len(codes)):
         code = i16(np.int8(codes[i]))
-        magnitude = i16(i16(code & i16(0x7F)) << shift)
-        magnitude = i16(0x7E00) if magnitude == nan else magnitude
-        half = i16(magnitude | i16(code & i16(-0x8000)))
+        half = i16(i16(code << 7) & i16(-0x4001)) if is_e4m3 else i16(code << 8)
+        half = i16(0x7E00) if i16(half & i16(0x7FFF)) == nan else half
         bits = _bits(f32(f32(_widen(half) * rebias) * scale))
         if values.itemsize == 2:
             rounded = i32(_shift_right(i32(bits + i32(0x7FFF) + i32(_shift_right(bits, i32(16)) & i32(1))), i32(16)))
@@ -200,3 +219,23 @@ def decode_parallel(codes: Any, scale: float, mantissa_bits: int, values: Any, c
     size = _chunk(len(codes), chunks)
     for c in prange(chunks):
         decode_serial(codes[c * size : (c + 1) * size], scale, mantissa_bits, values[c * size : (c + 1) * size])
+
+
+@njit(nogil=True, cache=True)
+def decode_streamed(codes: Any, scale: float, mantissa_bits: int, values: Any) -> None:
+    """`decode_serial` to float32 bits that start on a cache line, past the caches: for arrays larger than these."""
+    scratch = np.empty(_BLOCK, np.int32)
+    whole = len(codes) // _BLOCK * _BLOCK
+    for start in range(0, whole, _BLOCK):
+        decode_serial(codes[start : start + _BLOCK], scale, mantissa_bits, scratch)
+        for i in range(0, _BLOCK, 16):
+            _stream_line(scratch, i, values, start + i)
+    decode_serial(codes[whole:], scale, mantissa_bits, values[whole:])
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def decode_streamed_parallel(codes: Any, scale: float, mantissa_bits: int, values: Any, chunks: int) -> None:
+    """`decode_streamed` over chunks in parallel."""
+    size = _chunk(len(codes), chunks)
+    for c in prange(chunks):
+        decode_streamed(codes[c * size : (c + 1) * size], scale, mantissa_bits, values[c * size : (c + 1) * size])
