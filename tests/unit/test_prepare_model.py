@@ -281,16 +281,43 @@ def test_the_forward_runs_in_autocast_unless_asked_otherwise() -> None:
         assert model(IDS).dtype is torch.float16
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_on_the_meta_device_says_that_it_has_no_values(recipe: str) -> None:  # case 113
+    with torch.device("meta"):
+        model = Tied()
+    ng.prepare(model, None, recipe)
+    assert model(IDS.to("meta")).shape == (2, 16, 48)
+    with pytest.raises(ng.ConversionError, match="meta device and has no values"):
+        model(IDS)
+
+
 def test_preparations_nest() -> None:
     model = Tied()
-    ng.prepare(model.block, None, "fp16")
-    inner = model.block
-    ng.prepare(model, None, "bf16")
     seen = []
-    inner.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    model.block.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    ng.prepare(model.block, None, "fp16")
+    ng.prepare(model, None, "bf16")  # the whole takes the part over
     assert model(IDS).dtype is torch.bfloat16
-    # the inner region stays the block's own; its layer took up the outer recipe
-    assert seen == [torch.float16] and ng.report(model)["block"].status == "kept"
+    ng.prepare(model.block, None, "fp16")  # a part of its own inside the whole
+    assert model(IDS).dtype is torch.bfloat16
+    assert seen == [torch.bfloat16, torch.float16]
+
+
+def test_another_librarys_forward_stays_in_force() -> None:
+    model = Tied()
+    plain = model.forward
+    model.forward = lambda ids: plain(ids) * 2
+    theirs = model.forward
+    for _ in range(2):
+        ng.prepare(model, None, "bf16")
+        assert torch.equal(model(IDS), 2 * _plain_in_bf16(model))
+    ng.prepare(model, None, "bf16", autocast=False)
+    assert model.forward is theirs
+
+
+def _plain_in_bf16(model: nn.Module) -> torch.Tensor:
+    with ng.autocast("bf16"):
+        return type(model).forward(model, IDS)
 
 
 def test_float32_buffers_stay_float32_when_the_model_changes_dtype() -> None:  # cases 86, 99

@@ -44,7 +44,8 @@ def autocast(recipe: str | Recipe, device: torch.device | str | None = None) -> 
     """A region (context manager or decorator) in which unconverted ops run in the recipe's compute dtype.
 
     A converted linear layer returns that dtype inside. device: where the model is; left out, CUDA where there is one,
-    else the CPU. With compute FP32 the region turns an outer autocast off. Raises RecipeError for an unknown recipe.
+    else the CPU. With compute FP32 the region turns an outer autocast off; a recipe's `tf32` concerns converted layers,
+    and other products follow torch's own setting. Raises RecipeError for an unknown recipe.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = library.recipe(recipe).resolve(device)

@@ -215,10 +215,10 @@ def _roll_on_device(layers: list[DelayedState], pending: Tensor, reduce: Reducer
         at = torch.tensor([entry.layer for entry in entries], device=pending.device)
         due = rolls[at] % rule.interval == 0
         _roll_group(entries, live[fmt, rule], pending[at], due, fmt, rule)
-    ran = pending.unbind(0)
-    torch._foreach_add_([_buffer(layer, ROLLS) for layer in layers], [each.long() for each in ran])
-    for layer, each in zip(layers, ran, strict=True):
-        _buffer(layer, PENDING).logical_and_(~each)
+    waiting = [_buffer(layer, PENDING) for layer in layers]
+    left = torch.stack(waiting) & ~pending
+    torch._foreach_add_([_buffer(layer, ROLLS) for layer in layers], list(pending.long().unbind(0)))
+    torch._foreach_copy_(waiting, list(left.unbind(0)))
 
 
 def _roll_group(entries: list[_Entry], live: Tensor, ran: Tensor, due: Tensor, fmt: Format, rule: Delayed) -> None:

@@ -114,7 +114,9 @@ def _may_roll() -> bool:
 def output_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype inside an autocast region of the tensor's device, else the tensor's own."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if x.is_meta or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def check_operands(layer: nn.Linear, x: Tensor) -> None:

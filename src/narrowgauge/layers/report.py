@@ -12,6 +12,7 @@ from torch import nn
 from narrowgauge.layers.kinds import Kind, kind_of, skip_reason
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.norm import LayerNorm, RMSNorm
+from narrowgauge.ops.matmul import GEMMS
 
 CONVERTED = "converted"  # the recipe's own arithmetic
 KEPT = "kept"  # the compute dtype, or as it was
@@ -90,8 +91,8 @@ def _row(name: str, module: nn.Module) -> Row | None:
         return Row(name, label, SKIPPED, "torch", skip_reason(module) or "")
     if isinstance(module, Linear) and module.recipe is not None:
         backend = module.training_casts.describe(_device(module))
-        status = CONVERTED if module.quantized else KEPT
-        return Row(name, label, status, backend.name, f"{module.reason}; {backend.reason}")
+        reason = f"{module.reason}; {_products(module)}"
+        return Row(name, label, CONVERTED if module.quantized else KEPT, backend.name, reason)
     if kind is Kind.LINEAR:
         return Row(name, label, KEPT, "torch", "runs in its own dtype: nothing to convert, or not converted yet")
     if isinstance(module, (LayerNorm, RMSNorm)):
@@ -99,6 +100,17 @@ def _row(name: str, module: nn.Module) -> Row | None:
     if kind is Kind.NORM or module._parameters:
         return Row(name, label, KEPT, "torch", "no linear layer: runs as it is" if kind is Kind.OTHER else "as it is")
     return None
+
+
+def _products(module: Linear) -> str:
+    """What a layer multiplies and how: one reason where one backend runs all three products, else all reasons."""
+    casts, device = module.training_casts, _device(module)
+    backends = [casts.backend(gemm, device) for gemm in GEMMS]
+    one = len({backend.name for backend in backends}) == 1
+    how = backends[0].reason if one else casts.describe(device).reason
+    if not module.quantized:
+        return how
+    return f"{casts.input.format} x {casts.weight.format}, grad_output {casts.grad_output.format}; {how}"
 
 
 def _device(module: nn.Linear) -> torch.device:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from narrowgauge.errors import ConversionError
 from narrowgauge.layers.autocast import EmulatedProducts, emulates_products, torch_region
 from narrowgauge.layers.convert import device_of
 from narrowgauge.recipes.spec import Recipe
@@ -23,9 +24,7 @@ class AutocastForward:
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
         self.module = module
         self.recipe = recipe
-        # another library's replacement of forward stays in force; ours is replaced
-        earlier = module.__dict__.get("forward")
-        self.inner = earlier.inner if isinstance(earlier, AutocastForward) else earlier
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # another library's replacement
 
     @property
     def plain(self) -> Callable[..., Any]:
@@ -39,11 +38,23 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device_type = device_of(self.module).type
+        if device_type == "meta":  # which has no autocast, and no values
+            check_all_meta(args, kwargs)
+            return self.plain(*args, **kwargs)
         with torch_region(self.recipe, device_type):
             if emulates_products(self.recipe, device_type):
                 with EmulatedProducts():
                     return self.plain(*args, **kwargs)
             return self.plain(*args, **kwargs)
+
+
+def check_all_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConversionError for an input with values to a model without."""
+    if any(isinstance(x, Tensor) and not x.is_meta for x in (*args, *kwargs.values())):
+        raise ConversionError(
+            "the model is on the meta device and has no values: call model.to_empty(device=...) and initialise or load "
+            "it before the forward pass"
+        )
 
 
 class PreciseApply:
@@ -72,11 +83,16 @@ class PreciseApply:
 
 
 def install(model: nn.Module, recipe: Recipe, autocast: bool) -> None:
-    """Put both on `model`; autocast False: the forward is, or becomes again, the model's own."""
+    """Put both on `model`; autocast False: the forward is, or becomes again, the model's own.
+
+    Parts of the model that were prepared before lose their own autocast: their layers have taken up this recipe.
+    """
+    for module in model.modules():
+        earlier = module.__dict__.get("forward")
+        if isinstance(earlier, AutocastForward):
+            del module.forward
+            if earlier.inner is not None:
+                module.forward = earlier.inner
     if autocast:
         model.forward = AutocastForward(model, recipe)
-    elif isinstance(earlier := model.__dict__.get("forward"), AutocastForward):
-        del model.forward
-        if earlier.inner is not None:
-            model.forward = earlier.inner
     model._apply = PreciseApply(model)  # type: ignore[method-assign]

@@ -151,7 +151,7 @@ def _row_major(codes: Tensor) -> Tensor:
 
 def _outside_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """The carrier is chosen: an autocast region around the call must not recast it."""
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # the meta device has no autocast
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
