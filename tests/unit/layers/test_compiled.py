@@ -47,12 +47,18 @@ def train(recipe: str, managed: bool, recompute: bool, compiled: bool) -> list[T
     return [*seen, *(value.detach().float() for value in model.state_dict().values())]
 
 
-@pytest.mark.parametrize(("recipe", "managed"), [*((name, True) for name in ng.recipe_names()), ("fp8_delayed", False)])
+SLOW = [(name, True) for name in ng.recipe_names() if name != "fp8_delayed"] + [("fp8_delayed", False)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "managed"), [("fp8_delayed", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_compiled_training_is_eager_training(recipe: str, managed: bool) -> None:  # case 111
     for a, b in zip(train(recipe, managed, False, True), train(recipe, managed, False, False), strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed"])
 def test_compiled_training_with_checkpointing_is_eager_training(recipe: str) -> None:  # case 111
     for a, b in zip(train(recipe, True, True, True), train(recipe, True, True, False), strict=True):
