@@ -43,6 +43,15 @@ def test_column_sums_do_not_depend_on_the_number_of_threads():
     assert all(torch.equal(s, sums[0]) for s in sums)
 
 
+# case 51
+@pytest.mark.parametrize("shape", [(40, 30), (300, 1000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_column_sums_do_not_depend_on_strides(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    for strided in (x.t().contiguous().t(), torch.cat([x, x], 1)[:, : shape[1]], x[:1].expand(shape)):
+        assert torch.equal(kernels.column_sum(strided), kernels.column_sum(strided.contiguous()))
+
+
 def test_column_sums_keep_nan_and_infinity_in_their_columns():
     x = torch.ones(256, 512)
     x[3, 5], x[4, 6] = float("nan"), float("inf")

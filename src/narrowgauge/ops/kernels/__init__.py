@@ -38,7 +38,8 @@ def transposed(x: Tensor) -> Tensor:
 
 def _column_sum_cpu(x: Tensor) -> Tensor:
     bits = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}.get(x.dtype)  # numpy has no bfloat16
-    if bits is None or x.numel() < MIN_NUMBA or not x.is_contiguous():
+    x = x.contiguous()  # torch's order of summation depends on the strides, and an expanded gradient must not differ
+    if bits is None or x.numel() < MIN_NUMBA:
         return x.sum(0, dtype=torch.float32)
     from narrowgauge.numerics.kernels import cpu
     from narrowgauge.ops.kernels import numba_layout
