@@ -1,25 +1,16 @@
-"""What tests of several parts share."""
+"""What holds for all tests."""
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-
 import pytest
+import torch
 
 
-@pytest.fixture
-def largest_file() -> Callable[[int], AbstractContextManager[None]]:
-    """`with largest_file(limit_bytes):` lets the operating system refuse longer files, as a full disk would."""
-
-    @contextmanager
-    def limited(limit_bytes: int) -> Iterator[None]:
-        old = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, old[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-    return limited
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that need a GPU where there is none; the closing line counts them as deselected."""
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
