@@ -7,12 +7,12 @@ import inspect
 
 import pytest
 import torch
+import transformers
 
 import narrowgauge as ng
 from narrowgauge.layers.report import CONVERTED, KEPT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
-transformers = pytest.importorskip("transformers")
 
 
 def tiny_llama(positions: int = 64, **options: object) -> torch.nn.Module:

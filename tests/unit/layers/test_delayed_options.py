@@ -88,6 +88,6 @@ def test_override_runs_that_gemm_in_the_compute_dtype(overridden: int | None) ->
     for at in range(3):
         error = ((found[at] - exact[at]).norm() / exact[at].norm()).item()
         if at == overridden:
-            assert error < 0.005
+            assert 5e-4 < error < 0.005  # bf16, not float32
         else:  # E4M3 by E4M3 measured at 3.8 %, with E5M2 gradients 5.9 %
             assert 0.02 < error < (0.06 if at == 0 else 0.09)

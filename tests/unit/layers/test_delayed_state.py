@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import gc
 import io
 import json
 import struct
@@ -76,10 +76,12 @@ def test_checkpointing_leaves_state_and_gradients_as_they_are(mlp, with_optimize
         return seen, delayed_state(model)
 
     plain, state = run(None)
-    history = state["0.input_amax_history"]
-    # without an optimizer the last step is still in the live slot
-    assert (history != 0).sum() == 5
+    histories = {name: value for name, value in state.items() if name.endswith(delayed.HISTORY)}
+    assert len(histories) == 2 * 3
+    # one entry a step and tensor; without an optimizer the last step is still in the live slot
+    assert all((history != 0).sum() == 5 for history in histories.values())
     assert state["0.amax_rolls"] == (5 if with_optimizer else 4)
+    assert all(scale != 1 for name, scale in state.items() if name.endswith(delayed.SCALE))
     for kind in (False, True):
         seen, other = run(kind)
         assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
@@ -139,30 +141,40 @@ def test_a_bad_activation_leaves_no_trace_in_later_scales(mlp, bad: float) -> No
 
 
 @pytest.mark.parametrize("grown", ["input", "grad_output"])
-def test_sudden_growth_saturates_and_heals(mlp, grown: str) -> None:  # case 16
-    model = mlp()
-    reference = copy.deepcopy(model)
-    model, optimizer = prepared(model, ng.DelayedScaling(amax_history_len=2).replace(emulation="exact"), lr=0.0)
-    factors = [1.0, 1.0, 1.0, 100.0, 100.0, 100.0, 100.0]
-    for step, factor in enumerate(factors):
-        x = torch.randn(64, 32) * (factor if grown == "input" else 1.0)
+def test_sudden_growth_saturates_and_heals(grown: str) -> None:  # case 16
+    # no bias: it would hide the error of the product
+    layer = nn.Linear(32, 48, bias=False)
+    weight = layer.weight.detach().clone()
+    recipe = ng.DelayedScaling(amax_history_len=2).replace(emulation="exact")
+    model, optimizer = ng.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), recipe, autocast=False)
+    # measured: 3.8 % for E4M3 by E4M3, 5.9 % with E5M2 (cases.md); below, nothing was cast
+    windows = {"output": (0.025, 0.06), "grad_input": (0.04, 0.09), "grad_weight": (0.04, 0.09)}
+    grows = {"input": ("output", "grad_weight"), "grad_output": ("grad_input", "grad_weight")}[grown]
+    for step in range(7):
+        factor = 100.0 if step >= 3 else 1.0
+        x = (torch.randn(64, 32) * (factor if grown == "input" else 1.0)).requires_grad_()
+        g = torch.randn(64, 48) * (factor if grown == "grad_output" else 1.0)
         with collect(model) as counted:
-            with ng.autocast("fp32"):
-                y = model.forward.plain(x) if step else model.forward.plain(x)
-            y.backward(torch.randn_like(y) * (factor if grown == "grad_output" else 1.0))
-        assert all(p.grad.isfinite().all() for p in model.parameters())
-        share = counted.read()["0" if grown == "input" else "2"][grown]["saturated"]
+            y = model(x)
+            y.backward(g)
+        found = {"output": y.detach(), "grad_input": x.grad, "grad_weight": layer.weight.grad}
+        exact = {"output": x.detach() @ weight.t(), "grad_input": g @ weight, "grad_weight": g.t() @ x.detach()}
+        assert all(value.isfinite().all() for value in found.values())
+        share = counted.read()[""][grown]["saturated"]
         assert (share > 0.5) == (step == 3), step
+        for name, value in found.items():
+            error = ((value - exact[name]).norm() / exact[name].norm()).item()
+            if step == 3 and name in grows:
+                assert 0.9 < error < 1, name  # clipped to a hundredth
+            elif step:  # the first step has no history: its scale is 1
+                assert windows[name][0] <= error <= windows[name][1], (step, name)
         optimizer.step()
         optimizer.zero_grad()
-    if grown == "input":
-        exact = reference(x)
-        assert (y - exact).norm() / exact.norm() <= 0.06
 
 
 def test_saved_state_does_not_grow(mlp) -> None:  # case 17
     model, optimizer = prepared(nn.Sequential(nn.Linear(16, 16)))
-    sizes = []
+    sizes, alive = [], []
     with ng.autocast("fp8_delayed"):
         for step in range(300):
             model(torch.randn(4, 16)).sum().backward()
@@ -172,16 +184,22 @@ def test_saved_state_does_not_grow(mlp) -> None:  # case 17
                 saved = io.BytesIO()
                 torch.save(model.state_dict(), saved)
                 sizes.append((len(saved.getvalue()), len(model.state_dict())))
+                gc.collect()
+                alive.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
     assert sizes[0] == sizes[1]
+    assert alive[0] == alive[1]  # no step leaves a tensor behind
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(16, 4), (4, 16), (1, 4), (4, 1)])
-def test_another_history_length_keeps_the_newest_entries(mlp, saved: int, loaded: int) -> None:  # case 18
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_another_history_length_keeps_the_newest_entries(mlp, saved: int, loaded: int, algorithm: str) -> None:
+    # case 18
     model, optimizer = prepared(mlp(), ng.DelayedScaling(amax_history_len=saved))
     for _ in range(20):
         model(torch.randn(4, 32)).sum().backward()
         optimizer.step()
-    other, other_optimizer = prepared(mlp(), ng.DelayedScaling(amax_history_len=loaded, margin=1))
+    recipe = ng.DelayedScaling(amax_history_len=loaded, margin=1, amax_compute_algo=algorithm)
+    other, other_optimizer = prepared(mlp(), recipe)
     other.load_state_dict(model.state_dict())
     old, new = (m[0].delayed_slots()["input"] for m in (model, other))
     kept = min(saved, loaded) - 1
@@ -191,9 +209,13 @@ def test_another_history_length_keeps_the_newest_entries(mlp, saved: int, loaded
     assert not new.history[1 : loaded - kept].any()
     assert torch.equal(new.quant_scale, old.quant_scale)
     for _ in range(2):
-        other(torch.randn(4, 32)).sum().backward()
+        x = torch.randn(4, 32)
+        window = torch.cat([new.history[1:], x.abs().amax().reshape(1)])
+        other(x).sum().backward()
         other_optimizer.step()
-    assert not torch.equal(new.quant_scale, old.quant_scale)
+        # the window and the algorithm of the new recipe, and its margin
+        amax = window.amax() if algorithm == "max" else window[-1]
+        assert torch.equal(new.quant_scale, torch.tensor(448.0 / 2) / amax)
 
 
 def test_state_is_fresh_where_a_checkpoint_has_none_and_ignored_where_a_layer_has_none(mlp) -> None:

@@ -29,6 +29,7 @@ def test_output_has_the_dtype_of_autocast_else_of_the_input(recipe: str, dtype: 
     model = nn.Sequential(nn.Linear(32, 32))
     ng.convert(model, recipe)
     x = torch.randn(4, 32, dtype=dtype)
+    assert (type(model[0]) is Linear) is (recipe != "fp32")  # float32 by float32 is torch's own
     if type(model[0]) is Linear:
         assert model(x).dtype is dtype
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -218,7 +219,8 @@ def test_storage_replaced_by_sharding_libraries(mlp) -> None:  # case 114
     weight.data = saved
     assert torch.equal(model(x), y)
     weight.data = saved.to(torch.bfloat16)
-    assert model(x).isfinite().all()
+    assert weight.dtype is torch.bfloat16
+    assert 0 < relative_error(model(x), y.float()) < 0.03  # E4M3 of values rounded to bf16: now and then the next code
     weight.data = saved.clone()
     nbytes = weight.untyped_storage().nbytes()
     weight.untyped_storage().resize_(0)

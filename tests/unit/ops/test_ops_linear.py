@@ -282,8 +282,22 @@ def test_a_stale_scale_saturates_instead_of_overflowing():
     problem, state = Problem(), slots()
     problem.x *= 1e4
     problem.grad_output *= 1e9
-    found = problem.run(delayed_casts(), delayed=state)
+    found = problem.run(delayed_casts(emulation=Emulation.EXACT), delayed=state)
     assert all(value.isfinite().all() for value in found.values())
+
+    def clipped(x: Tensor, fmt: Format) -> Tensor:  # the scale is 1
+        assert (x.abs() > fmt.max).float().mean() > 0.5
+        return rounding.encode(x, fmt).double().reshape(-1, x.shape[-1])
+
+    x, grad_output = clipped(problem.x, E4M3FN), clipped(problem.grad_output, E5M2)
+    weight = rounding.encode(problem.weight, E4M3FN).double()
+    expected = {
+        "output": x @ weight.t() + problem.bias,
+        "grad_input": grad_output @ weight,
+        "grad_weight": grad_output.t() @ x,
+    }
+    for name, value in expected.items():
+        assert relative_error(found[name].reshape(value.shape), value) < 384 * 2**-24, name  # sums of at most 384
 
 
 def test_a_delayed_cast_without_slots_is_an_error():

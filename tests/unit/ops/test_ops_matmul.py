@@ -182,6 +182,11 @@ def test_uninitialised_memory_is_never_read(dtype):
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+    # and the bias is there; a sum in another order may round to the other neighbour of bf16
+    expected = reference(OUTPUT, factors(130, 70, 33, dtype=torch.float32)) + 1
+    torch.testing.assert_close(clean[0].double(), expected, rtol=2**-7, atol=0.05)
+    without = reference(OUTPUT, factors(130, 70, 33, dtype=torch.float32))
+    assert ((clean[0].double() - without).mean() - 1).abs() < 0.05
 
 
 @pytest.mark.parametrize("rows", [4, 16, 130, 256])
