@@ -111,9 +111,9 @@ class Recipe:
     """A table from tensor roles to casts. Frozen and hashable: `replace` makes a changed copy.
 
     GEMM operands (`input`, `weight`, `grad_output`): None means the compute dtype. `activation`: what is saved for
-    backward, and multiplied by grad_weight; None means the input operand as it was multiplied. `param`, `master`, `grad`, `exp_avg`, `exp_avg_sq`:
-    what is stored (`master` None: the parameter itself is updated). The `_comm` roles: what travels; None means as
-    stored.
+    backward, and multiplied by grad_weight; None means the input operand as it was multiplied. `param`, `master`,
+    `grad`, `exp_avg`, `exp_avg_sq`: what is stored (`master` None: the parameter itself is updated). The `_comm` roles:
+    what travels; None means as stored.
 
     compute: dtype of all that is no quantized GEMM: FP32, BF16, FP16, or "auto" (see `resolve`).
     override_linear_precision: (output, grad_input, grad_weight); True runs that GEMM in the compute dtype.
