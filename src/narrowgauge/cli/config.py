@@ -17,6 +17,7 @@ import yaml
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.parse import read_yaml
 
 
 def parse_config(argv: Sequence[str]) -> TrainConfig:
@@ -85,26 +86,29 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
     for key, value in new.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
+        old = into.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            _merge(old, value)
+        elif isinstance(value, dict) and old is not None:  # else the one before would be lost silently
+            raise ConfigError(f"{key}: expected keys and values, found {old!r} before {value!r}: give only one of them")
         else:
             into[key] = value
 
 
 def _read_value(key: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return read_yaml(text)
+    except ValueError:
         raise ConfigError(f"--{key}: expected a YAML value, found '{text}': quote it") from None
 
 
 def _read_file(name: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        values = read_yaml(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: expected a readable YAML file, found {name}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: expected YAML in {name}, found: {error}") from None
+    except ValueError as error:  # of YAML, or of bytes that are no UTF-8
+        raise ConfigError(f"--config: expected YAML in {name}, found: {error}: mend the file") from None
     if not isinstance(values, dict | None):
         raise ConfigError(f"--config: expected keys and values in {name}, found {type(values).__name__}")
     return values or {}

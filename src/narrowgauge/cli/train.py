@@ -24,6 +24,8 @@ options:
       this text
   --config FILE
       a YAML file of the keys below, nested at the dots
+  --json
+      print the closing tables as JSON; progress goes to standard error
   --debug
       after an error, the traceback too
 
@@ -39,13 +41,13 @@ def train(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(_HELP.format(keys=help_text()), end="")
         return 0
-    config = parse_config(argv)
+    config = parse_config([word for word in argv if word != "--json"])
 
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import run
 
-    with Reporter(log_every=config.log_every) as reporter:
+    with Reporter(log_every=config.log_every, as_json="--json" in argv) as reporter:
         result = run(config, reporter)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
 
@@ -65,6 +67,7 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--checkpoint", help="a checkpoint's name, or last-good for the newest that is whole (default: the newest)"
     )
+    parser.add_json_option()
     arguments = parser.parse(argv)
 
     from narrowgauge.cli.progress import Reporter
@@ -73,6 +76,6 @@ def resume(argv: Sequence[str]) -> int:
     from narrowgauge.train.run_folder import RunFolder
 
     config = RunFolder.open(arguments.run).read_config()
-    with Reporter(log_every=config.log_every) as reporter:
+    with Reporter(log_every=config.log_every, as_json=arguments.json) as reporter:
         result = resume_run(arguments.run, reporter, checkpoint=arguments.checkpoint)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
