@@ -47,7 +47,7 @@ def test_scale_of_float16_activations_is_float32() -> None:  # case 3
     y = layer(x)
     y.sum().backward()
     assert y.dtype is torch.float16 and y.isfinite().all() and x.grad.isfinite().all()
-    assert relative_error(y, exact) <= 0.06
+    assert 0.01 <= relative_error(y, exact) <= 0.06  # x is exact in its codes, the weight is not
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
@@ -254,7 +254,7 @@ def test_evaluation_mode_runs_in_what_the_recipe_says(evaluation: str) -> None:
     if evaluation == "same":
         assert torch.equal(layer(x), trained)
     elif evaluation == "compute":
-        assert error < 0.005  # bf16
+        assert 5e-4 < error < 0.005  # bf16
     else:
         assert 0.02 < error < 0.06  # E4M3 with a current scale
 
