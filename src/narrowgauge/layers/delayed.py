@@ -23,8 +23,8 @@ from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.scaling import Delayed
 from narrowgauge.ops.linear import DelayedSlots, LinearCasts
 from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer
+from narrowgauge.recipes.spec import OPERAND_ROLES
 
-OPERANDS = ("input", "weight", "grad_output")
 HISTORY = "_amax_history"
 SCALE = "_quant_scale"
 ROLLS = "amax_rolls"
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 def rules_of(casts: LinearCasts) -> dict[str, Rule]:
     """The delayed roles among a layer's operands."""
     found = {}
-    for role in OPERANDS:
+    for role in OPERAND_ROLES:
         spec = getattr(casts, role)
         if isinstance(spec.scale, Delayed):
             found[role] = Rule(spec.format, spec.scale)
@@ -103,7 +103,9 @@ def state_names(layer: DelayedState) -> list[str]:
 
 def is_state_name(name: str) -> bool:
     """True for a state-dict key's last part that names delayed-scaling state."""
-    return name in (ROLLS, PENDING) or any(name == role + suffix for role in OPERANDS for suffix in (HISTORY, SCALE))
+    return name in (ROLLS, PENDING) or any(
+        name == role + suffix for role in OPERAND_ROLES for suffix in (HISTORY, SCALE)
+    )
 
 
 def _fresh(layer: DelayedState) -> dict[str, Tensor]:
