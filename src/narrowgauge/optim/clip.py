@@ -14,10 +14,11 @@ from narrowgauge.errors import NarrowgaugeError
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients in place so that their total norm is at most `max_norm`; return the norm before.
 
-    Gradients of any dtype; the norm is taken in float32 (in float64 where that overflows) and returned as a
-    0-dimensional float32 tensor on the first gradient's device. A parameter that is listed twice counts once. A norm
-    that is infinite or NaN leaves all gradients as they are and is returned, so that the step's guard sees them. Call
-    it after `LossScaler.unscale_`. As torch.nn.utils.clip_grad_norm_: grad * min(1, max_norm / (norm + 1e-6)).
+    Gradients of any dtype, dense or sparse; the norm is taken in float32 (in float64 where that overflows, and of
+    float64 gradients) and returned as a 0-dimensional float32 tensor on the first gradient's device. A parameter that
+    is listed twice counts once. A norm that is infinite or NaN leaves all gradients as they are and is returned, so
+    that the step's guard sees them. Call it after `LossScaler.unscale_`. As torch.nn.utils.clip_grad_norm_:
+    grad * min(1, max_norm / (norm + 1e-6)).
     """
     if not max_norm > 0.0 or not norm_type > 0.0:
         raise NarrowgaugeError(f"expected max_norm and norm_type above 0, found {max_norm} and {norm_type}")
@@ -30,7 +31,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     # no branch on the norm: multiplying by one leaves every value as it is, without waiting for the device
     factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for device, group in _by_device(grads).items():
-        torch._foreach_mul_(group, factor.to(device))
+        torch._foreach_mul_([_stored(g) for g in group], factor.to(device))
     return norm
 
 
@@ -44,8 +45,20 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 
 def _norm_in(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     device = grads[0].device
-    parts = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).to(device) for g in grads]
+    parts = [_norm_of(g, norm_type, dtype).to(device, dtype) for g in grads]
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+
+
+def _norm_of(grad: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    values = grad.coalesce().values() if grad.is_sparse else grad  # entries of one row add up before they count
+    values = values.abs() if values.is_complex() else values
+    wide = torch.float64 if values.dtype is torch.float64 else dtype
+    return torch.linalg.vector_norm(values, norm_type, dtype=wide)
+
+
+def _stored(grad: Tensor) -> Tensor:
+    """The values that scale with `grad`: for a sparse one its entries, also those that have yet to be added up."""
+    return grad._values() if grad.is_sparse else grad
 
 
 def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from narrowgauge.errors import DivergenceError
+from narrowgauge.errors import DivergenceError, NarrowgaugeError
 
 MAX_SKIPS = 50  # from a loss scale of 2^16, halving reaches 1 after 16 skips: what comes later is no search for a scale
 _ATTRIBUTE = "_narrowgauge_guard"
@@ -64,6 +64,8 @@ class StepGuard:
         on_skip: Callable[[], None] | None = None,
         max_skips: int = MAX_SKIPS,
     ) -> None:
+        if max_skips < 1:
+            raise NarrowgaugeError(f"expected max_skips of at least 1, found {max_skips}")
         self._optimizer = optimizer
         self.name_of = name_of or self._name_in_groups
         self._on_step = on_step

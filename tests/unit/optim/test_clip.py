@@ -61,6 +61,25 @@ def test_a_parameter_listed_twice_counts_once_and_others_not_at_all() -> None:
     assert ng.clip_grad_norm_([q], 1.0).item() == 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16])
+def test_gradients_of_every_dtype_are_clipped(dtype: torch.dtype) -> None:
+    values = torch.full((4,), 3 + 4j if dtype is torch.complex64 else 5.0, dtype=dtype)
+    (p,) = parameters(values)
+    norm = ng.clip_grad_norm_([p], 1.0)
+    assert norm.item() == 10.0 and norm.dtype is torch.float32
+    assert torch.allclose(p.grad, values / 10, rtol=4e-3)
+
+
+def test_sparse_gradients_are_clipped_by_what_their_entries_add_up_to() -> None:
+    table = nn.Embedding(5, 4, sparse=True)
+    (3.0 * table(torch.tensor([1, 1]))).sum().backward()
+    dense = torch.zeros(5, 4)
+    dense[1] = 6.0
+    assert torch.equal(table.weight.grad.to_dense(), dense)
+    assert ng.clip_grad_norm_(table.parameters(), 1.0).item() == 12.0
+    assert torch.allclose(table.weight.grad.to_dense(), dense / 12)
+
+
 def test_gradients_stored_in_eight_bits_are_clipped() -> None:
     p, q = parameters(torch.tensor([3.0, 4.0]), torch.tensor([0.0]))
     p.grad = ng.quantize(torch.tensor([3.0, 4.0]), ng.CastSpec(ng.formats.E4M3FN))

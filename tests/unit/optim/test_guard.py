@@ -140,3 +140,9 @@ def test_preparing_again_leaves_one_guard() -> None:
     assert guard.steps == 1
     guard.detach()
     assert StepGuard.on(optimizer) is None
+
+
+def test_a_limit_of_no_skips_is_refused() -> None:
+    model, optimizer = _layer_and_sgd()
+    with pytest.raises(ng.NarrowgaugeError, match="max_skips of at least 1, found 0"):
+        ng.prepare(model, optimizer, "bf16", max_skips=0)
