@@ -159,7 +159,16 @@ def _chosen_amax(history: Tensor, rule: Delayed) -> Tensor:
     if rule.algorithm == "most_recent":
         return history[..., 0]
     assert callable(rule.algorithm)
-    if history.ndim == 1:
-        return rule.algorithm(history)
-    rows = [rule.algorithm(row) for row in history.reshape(-1, history.shape[-1])]
+    rows = [_amax_by(rule.algorithm, row) for row in history.reshape(-1, history.shape[-1])]
     return torch.stack(rows).reshape(history.shape[:-1])
+
+
+def _amax_by(algorithm: AmaxAlgorithm, history: Tensor) -> Tensor:
+    amax = algorithm(history)
+    if not isinstance(amax, Tensor) or amax.ndim:
+        found = f"a tensor of shape {list(amax.shape)}" if isinstance(amax, Tensor) else type(amax).__name__
+        raise RecipeError(
+            f"amax_compute_algo: expected the function to return a 0-dimensional tensor, e.g. history.max(), found "
+            f"{found}"
+        )
+    return amax

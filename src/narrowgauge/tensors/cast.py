@@ -99,6 +99,7 @@ def cast_storage(x: Tensor, spec: CastSpec, old_scale: Tensor | None = None) -> 
     if not spec.format.has_nan:
         dequant_scale = torch.where(amax.isnan(), torch.nan, dequant_scale)
         x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        quant_scale = torch.where(amax.isnan(), 1.0, quant_scale)  # some rules give NaN, which has no code
     codes = kernels.quantize(x, quant_scale, spec.format, saturating=True).codes
     assert codes is not None
     return codes, dequant_scale, amax

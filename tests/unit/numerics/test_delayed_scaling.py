@@ -103,3 +103,9 @@ def test_tiny_amax_gives_the_largest_scale_not_infinity() -> None:
 def test_fields_out_of_range_are_refused(fields: dict) -> None:
     with pytest.raises(RecipeError, match="expected"):
         Delayed(**fields)
+
+
+@pytest.mark.parametrize("algorithm", [lambda history: history, lambda history: float(history.max())])
+def test_a_function_that_returns_no_amax_is_told_what_to_return(algorithm) -> None:
+    with pytest.raises(RecipeError, match=r"amax_compute_algo: expected .* 0-dimensional tensor"):
+        scaling.roll(torch.ones(2, 4), torch.ones(2), E4M3FN, Delayed(history_length=4, algorithm=algorithm), 0)

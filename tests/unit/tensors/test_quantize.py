@@ -202,8 +202,9 @@ def test_delayed_scaling_needs_a_given_scale() -> None:
 
 def test_nan_in_a_format_without_nan() -> None:
     x = torch.tensor([1.0, float("nan"), 2.0])
-    q = quantize(x, CastSpec(E2M1FN))
-    assert q.dequant_scale.isnan() and q.dequantize().isnan().all()
+    for rule in (CURRENT, CURRENT_POW2, TENSOR_POW2, E8M0_UP):
+        q = quantize(x, CastSpec(E2M1FN, scale=rule))
+        assert q.dequant_scale.isnan() and q.dequantize().isnan().all()
     with pytest.raises(RecipeError, match="NaN"):
         quantize(x, CastSpec(E2M1FN, scale=NONE))
 
