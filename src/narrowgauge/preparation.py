@@ -46,9 +46,11 @@ def prepare(
     - autocast True: the model's forward runs inside `autocast(recipe)`. False: place that yourself.
     - Floating buffers of the model keep their dtype under `.to(dtype)`, `.half()`, `.bfloat16()` and `.float()`.
 
-    optimizer: torch's AdamW, Adam or SGD, built from the model's parameters, or None. Preparing again, also by another
-    recipe, replaces what was prepared before; but parameters stored in a scaled format stay so, and a recipe that
-    stores them otherwise is refused.
+    optimizer: torch's AdamW, Adam or SGD, built from the model's parameters, or None. A deep or pickled copy of it is a
+    plain optimizer, which skips nothing: prepare copies of model and optimizer together.
+
+    Preparing again, also by another recipe, replaces what was prepared before; but parameters stored in a scaled format
+    stay so, and a recipe that stores them otherwise is refused.
 
     Raises RecipeError for a recipe that is unknown or asks for what this version cannot do, ConversionError for a model
     or an optimizer that cannot be prepared.

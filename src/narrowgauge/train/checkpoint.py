@@ -14,6 +14,7 @@ from torch import nn
 
 from narrowgauge import __version__
 from narrowgauge.errors import CheckpointError
+from narrowgauge.layers.delayed import is_state_name
 from narrowgauge.train.folder import verify, whole_folder
 from narrowgauge.train.state import Flattener, restore
 
@@ -69,7 +70,9 @@ def save(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
 def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Read what `save` wrote into a model and an optimizer, in place: parameters and ties keep identity.
 
-    The model must be prepared as it was when saved. Optimizer states come back in the dtype in which they were saved.
+    The model must be prepared as it was when saved, or by another recipe: parameters are cast to what it stores, and
+    delayed scaling's state is left out where it keeps none, and fresh where the checkpoint has none. Optimizer states
+    come back in the dtype in which they were saved.
 
     Returns:
         the `extra` of `save`.
@@ -101,6 +104,9 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def _load_model(path: Path, model: nn.Module, state: dict[str, Any]) -> None:
+    # scaling histories mean nothing to a model that keeps none, and stand in no one's way
+    own = model.state_dict().keys()
+    state = {name: value for name, value in state.items() if name in own or not is_state_name(name.rpartition(".")[2])}
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:

@@ -95,6 +95,21 @@ def plain(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (value.codes, value.dequant_scale) if isinstance(value, ng.QuantizedTensor) else (value,)
 
 
+@pytest.mark.parametrize("loaded", [None, "fp32", "bf16", "fp8_current", "fp16_pure"])
+def test_delayed_scaling_state_stands_in_no_other_recipes_way(tmp_path: Path, loaded: str | None) -> None:
+    def make(recipe: str | None) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(16, 16))
+        if recipe:
+            ng.prepare(model, None, recipe)
+        return model
+
+    source, target = make("fp8_delayed"), make(loaded)
+    ng.save(tmp_path / "checkpoint", source)
+    ng.load(tmp_path / "checkpoint", target)
+    assert torch.allclose(target[0].weight, source[0].weight, rtol=2**-10)
+    assert set(target.state_dict()) == {"0.weight", "0.bias"}
+
+
 def test_extra_state_comes_back_as_it_was(tmp_path: Path) -> None:
     extra = {
         "numbers": [1, -2.5, True, None, "text", math.inf, 2**70],
