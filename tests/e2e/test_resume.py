@@ -184,3 +184,44 @@ def test_the_configuration_in_the_folder_repeats_the_run(make_config, ending) ->
     assert config.threads > 0 and config.name == "a"
     config.name = "b"
     assert ending(run(config, ignore).run_dir) == ending(folder.path)
+
+
+def _edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_recipe_that_was_changed_is_said_and_one_that_lacks_its_state_refused(make_config) -> None:
+    folder = RunFolder(run(make_config("a", recipe="fp8_delayed")).run_dir)
+    events: list[Event] = []
+    _edit(folder.config, "recipe: fp8_delayed", "recipe: bf16")
+    resume(folder.path, events.append, checkpoint="step-000004")
+    assert any(isinstance(e, Warned) and "not the one that this run began with" in e.message for e in events)
+    assert any("another run" in row["message"] for row in journal.read(folder.journal).of_kind("warning"))
+    _edit(folder.config, "recipe: bf16", "recipe: fp16")
+    with pytest.raises(CheckpointError, match="expected a loss scale"):
+        resume(folder.path, checkpoint="step-000004")
+
+
+def test_a_lost_tokenizer_is_written_anew(make_config) -> None:
+    folder = RunFolder(run(make_config("a")).run_dir)
+    before = folder.tokenizer.read_bytes()
+    folder.tokenizer.unlink()
+    resume(folder.path)
+    assert folder.tokenizer.read_bytes() == before
+
+
+@pytest.mark.parametrize(("old", "new"), [('"loss"', '"lost"'), ('"step": 4', '"step": "4"'), ('"step": ', '"stp": ')])
+def test_a_journal_whose_rows_were_edited_is_refused(old: str, new: str, make_config) -> None:
+    folder = RunFolder(run(make_config("a")).run_dir)
+    _edit(folder.journal, old, new)
+    with pytest.raises(CheckpointError, match="restore the file"):
+        resume(folder.path)
+
+
+def test_a_configuration_that_is_no_text_is_refused(make_config) -> None:
+    folder = RunFolder(run(make_config("a")).run_dir)
+    folder.config.write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="expected a readable file"):
+        resume(folder.path)

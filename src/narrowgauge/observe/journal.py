@@ -85,7 +85,9 @@ def read(path: Path) -> Contents:
     """Read a journal; a last line without its end is left out. Raises CheckpointError where another line is damaged."""
     rows = [row for row, _ in _lines(path)]
     if not rows or rows[0].get("kind") != "header":
-        raise CheckpointError(f"{path}: expected a header in the first line, found none: this is no journal of a run")
+        raise CheckpointError(
+            f"{path}: expected a header in the first line, found none: remove the file, and resuming starts a new one"
+        )
     return Contents(rows[0], rows[1:])
 
 
@@ -116,8 +118,9 @@ def _lines(path: Path) -> list[tuple[Row, int]]:
     while (newline := data.find(b"\n", start)) >= 0:
         try:
             row = json.loads(data[start:newline])
-            row["kind"]
-        except (ValueError, KeyError, TypeError):
+            if row["kind"] != "header" and not isinstance(row["step"], int):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise CheckpointError(
                 f"{path} line {len(lines) + 1}: expected a JSON row, found {data[start:newline][:60]!r}: "
                 "remove the line, or restore the file"

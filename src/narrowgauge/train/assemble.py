@@ -11,6 +11,7 @@ from torch import nn
 
 from narrowgauge.data.loader import BatchStream
 from narrowgauge.data.prepare import Dataset, prepare_data
+from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.models.gpt import GPT
 from narrowgauge.optim.guard import StepGuard
@@ -40,8 +41,14 @@ class Parts:
         return {"scaler": self.scaler.state_dict(), "data": self.stream.state_dict(), "random": random}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave. Raises CheckpointError where the data are not the same."""
-        self.scaler.load_state_dict(state["scaler"])
+        """Take back what `state` gave. Raises CheckpointError where the data or the kind of recipe are not the same."""
+        try:
+            self.scaler.load_state_dict(state["scaler"])
+        except RuntimeError as error:  # empty, from a recipe that scales no loss
+            raise CheckpointError(
+                "expected a loss scale in the checkpoint, which this run's recipe needs, found none: resume with the "
+                "recipe that it was trained with"
+            ) from error
         self.stream.load_state_dict(state["data"])
         torch.set_rng_state(state["random"]["cpu"])
         if self.device.type == "cuda" and "cuda" in state["random"]:

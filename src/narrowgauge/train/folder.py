@@ -49,6 +49,9 @@ def verify(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: expected a checkpoint folder, found none{_replaced_hint(path)}")
     manifest = _read_manifest(path)
+    for file in path.iterdir():
+        if file.suffix in (".safetensors", ".json") and file.name not in (*manifest["files"], MANIFEST):
+            raise CheckpointError(f"{path}: {MANIFEST} is corrupt: it does not list {file.name}")
     for name, entry in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -119,7 +122,9 @@ def _read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         version = manifest["format_version"]
-        manifest["files"].items()
+        entries = list(manifest["files"].values())
+        if not all(isinstance(e["bytes"], int) and isinstance(e["sha256"], str) for e in entries):
+            raise TypeError
     except FileNotFoundError:
         raise CheckpointError(f"{path}: {MANIFEST} is missing: this is no checkpoint, or not a whole one") from None
     except (ValueError, KeyError, TypeError, AttributeError):

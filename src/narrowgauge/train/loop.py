@@ -72,7 +72,7 @@ def _with_all_values(config: TrainConfig) -> TrainConfig:
 def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int | None) -> Result:
     with with_tensorboard(on_event, folder.path / "tensorboard" if config.tensorboard else None) as listener:
         parts = assemble(config, lambda what: listener(events.Preparing(step=0, what=what)))
-        if start is None:
+        if start is None or not folder.tokenizer.exists():
             # the model means nothing without it, and the cache that it lies in may be cleared
             write_file(folder.tokenizer, parts.dataset.tokenizer.to_json())
         session = Session(config, folder, listener, parts)

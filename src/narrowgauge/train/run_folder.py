@@ -117,8 +117,8 @@ class RunFolder:
         """The run's configuration, checked. Raises ConfigError."""
         try:
             config = TrainConfig.from_yaml(self.config.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{self.config}: expected a readable file, found {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.config}: expected a readable file, found: {error}: restore it") from None
         config.check()
         return config
 

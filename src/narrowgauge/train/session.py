@@ -52,8 +52,11 @@ class Session:
         if path is None or not self.folder.journal.exists():
             self._journal = Journal.create(self.folder.journal, self._header())
         else:
-            self._take_in(journals.cut(self.folder.journal, start or 0))
+            contents = journals.cut(self.folder.journal, start or 0)
+            self._take_in(contents)
             self._journal = Journal(self.folder.journal)
+            if contents.header.get("recipe") != self._header()["recipe"]:
+                self._warn("the recipe is not the one that this run began with: from here on it is another run")
         if path is not None:
             extra = load(path, self.parts.model, self.parts.optimizer)
             self.parts.load_state(extra)
@@ -275,11 +278,17 @@ class Session:
 
     def _take_in(self, contents: journals.Contents) -> None:
         """Rebuild from the journal what follows from the steps before the checkpoint."""
-        for row in contents.of_kind("step"):
-            self.watch.note(row["step"], row["loss"], row["skipped"])
-        for row in contents.of_kind("evaluation")[-1:]:
-            figures = {key: row[key] for key in ("step", "loss", "perplexity", "bits_per_byte", "tokens")}
-            self.evaluation = Evaluated(seconds=0.0, **figures)
+        try:
+            for row in contents.of_kind("step"):
+                self.watch.note(row["step"], row["loss"], row["skipped"])
+            for row in contents.of_kind("evaluation")[-1:]:
+                figures = {key: row[key] for key in ("step", "loss", "perplexity", "bits_per_byte", "tokens")}
+                self.evaluation = Evaluated(seconds=0.0, **figures)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.folder.journal}: expected rows as training writes them, found {error!r}: restore the file, or "
+                "remove it, and the run goes on with a new one"
+            ) from error
 
 
 def _versions() -> dict[str, str]:

@@ -52,6 +52,24 @@ def test_a_truncated_corrupt_or_missing_file_is_named(tmp_path: Path, name: str)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "does not list model.safetensors"),
+        ([], "manifest.json is corrupt"),
+        ({"model.safetensors": 3}, "manifest.json is corrupt"),
+        ({"model.safetensors": {"bytes": 3}}, "manifest.json is corrupt"),
+    ],
+)
+def test_a_manifest_that_was_edited_is_corrupt(tmp_path: Path, files: object, words: str) -> None:
+    path = ng.save(tmp_path / "c", nn.Linear(1, 1))
+    for name in ("optimizer.safetensors", "extra.safetensors", "state.json"):
+        (path / name).unlink()
+    (path / "manifest.json").write_text(json.dumps({"format_version": folders.FORMAT_VERSION, "files": files}))
+    with pytest.raises(ng.CheckpointError, match=words):
+        ng.load(path, nn.Linear(1, 1))
+
+
 def test_a_missing_folder_and_a_folder_of_another_kind_are_named(tmp_path: Path) -> None:
     with pytest.raises(ng.CheckpointError, match="found none"):
         ng.load(tmp_path / "c", nn.Linear(1, 1))
