@@ -56,7 +56,7 @@ def closest(name: str, valid: Iterable[str]) -> str:
     near = near or [k for k in by_key if k and key.startswith(k)][:1]
     if near:
         return f"; did you mean {' or '.join(repr(by_key[k]) for k in near)}?"
-    return f"; valid: {', '.join(sorted(by_key.values()))}"
+    return f"; valid: {', '.join(sorted(by_key.values())) or 'none'}"
 
 
 def _key(name: str) -> str:

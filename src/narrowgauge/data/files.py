@@ -30,11 +30,13 @@ def jsonl_documents(path: str, text_field: str) -> NamedTexts:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{where}: no JSON ({error.msg} at column {error.colno}): one object a line") from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets as deep
+                raise DataError(f"{where}: no JSON that can be read ({error}): leave this line out") from None
             if not isinstance(record, dict):
                 raise DataError(f"{where}: a JSON {type(record).__name__}, expected an object with '{text_field}'")
             if text_field not in record:
                 raise DataError(
-                    f"{where}: no field '{text_field}'{closest(text_field, record)} Set text_field to the right one"
+                    f"{where}: no field '{text_field}'{closest(text_field, record)} (text_field says which to read)"
                 )
             yield document_text(record[text_field], text_field, where), where
 
@@ -56,10 +58,18 @@ def parquet_documents(path: str, text_field: str) -> NamedTexts:
         if text_field not in columns:
             raise DataError(f"{path}: no column '{text_field}'{closest(text_field, columns)}")
         row = 0
-        for batch in file.iter_batches(columns=[text_field]):
+        for batch in _batches(file, text_field, path):
             for text in batch.column(0).to_pylist():
                 row += 1
                 yield document_text(text, text_field, f"{path}, row {row}"), f"{path}, row {row}"
+
+
+def _batches(file: Any, text_field: str, path: str) -> Iterator[Any]:
+    """Record batches of one column. Raises DataError where the file is damaged behind its footer."""
+    try:
+        yield from file.iter_batches(columns=[text_field])
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: a damaged Parquet file ({str(error).splitlines()[0]}): leave this file out") from None
 
 
 def decode(data: bytes, path: str, first_line: int) -> str:

@@ -60,6 +60,9 @@ def test_parquet_takes_the_text_column(tmp_path):
     assert texts(path) == rows
     with pytest.raises(DataError, match="no column 'txt'; did you mean 'text'"):
         texts(path, text_field="txt")
+    path.write_bytes(b"PAR1" + b"\xff" * 999 + path.read_bytes()[1003:])
+    with pytest.raises(DataError, match="a.parquet: a damaged Parquet file"):
+        texts(path)
     path.write_bytes(b"PAR1 but not really")
     with pytest.raises(DataError, match="a.parquet: no readable Parquet file"):
         texts(path)
@@ -123,6 +126,9 @@ def test_a_folder_is_answered_with_a_pattern(tmp_path):
         ("a.jsonl", b'{"text": "fine"}\n{"text": "bad}\n', r"a.jsonl:2: no JSON"),
         ("a.jsonl", b'{"text": "fine"}\n[1, 2]\n', r"a.jsonl:2: a JSON list, expected an object with 'text'"),
         ("a.jsonl", b'{"txt": "fine"}\n', r"a.jsonl:1: no field 'text'; did you mean 'txt'"),
+        ("a.jsonl", b"{}\n", r"a.jsonl:1: no field 'text'; valid: none"),
+        ("a.jsonl", b'{"text": ' + b"[" * 99999, r"a.jsonl:1: no JSON that can be read"),
+        ("a.jsonl", b'{"text": 1' + b"0" * 5000 + b"}", r"a.jsonl:1: no JSON that can be read"),
         ("a.jsonl", b'{"text": 5}\n', r"a.jsonl:1: 'text' is a int, expected text"),
         ("a.jsonl", b'{"text": "a\\u0000b"}\n', r"a.jsonl:1: 'text' holds a NUL character"),
         ("a.jsonl", b'{"text": "a\\ud800b"}\n', r"a.jsonl:1: 'text' holds a lone surrogate at character 1"),
