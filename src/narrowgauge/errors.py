@@ -33,6 +33,10 @@ class ConfigError(NarrowgaugeError):
     """A configuration key or value is unknown or out of range."""
 
 
+class UnknownCorpusError(DataError, ConfigError):
+    """The name or pattern given for a corpus leads to no text: missing text, and a wrong argument."""
+
+
 class DivergenceError(NarrowgaugeError):
     """Training cannot go on: too many skipped steps, or a loss that is not finite."""
 

@@ -44,7 +44,7 @@ def prepare(
       them in a row raise DivergenceError. It also rolls the history of delayed scaling; with optimizer None each layer
       does that itself, at its first training forward after a backward.
     - autocast True: the model's forward runs inside `autocast(recipe)`. False: place that yourself.
-    - Float32 buffers of the model stay float32 under `.to(dtype)`, `.half()` and `.bfloat16()`.
+    - Floating buffers of the model keep their dtype under `.to(dtype)`, `.half()`, `.bfloat16()` and `.float()`.
 
     optimizer: torch's AdamW, Adam or SGD, built from the model's parameters, or None. Preparing again, also by another
     recipe, replaces what was prepared before; but parameters stored in a scaled format stay so, and a recipe that

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import narrowgauge as ng
 from narrowgauge.data.prepare import prepare_data
@@ -89,11 +90,10 @@ def test_validation_figures_follow_from_the_loss(make_config, cache: Path) -> No
     assert found.perplexity == pytest.approx(257)
     assert found.bits_per_byte == pytest.approx(math.log2(257) * found.tokens / found.text_bytes)
     assert found.tokens - 6 <= found.text_bytes <= found.tokens  # a byte a token, none for the end of a document
-    whole = evaluate(Uniform(), dataset, batch_size=2, sequence_length=16, batches=None)
-    assert whole.tokens == evaluate(Uniform(), dataset, batch_size=2, sequence_length=16, batches=10**6).tokens
-    assert (len(dataset.validation.tokens) - 1) // 16 * 16 - 16 <= whole.tokens <= len(dataset.validation.tokens)
-    huge = evaluate(Uniform(), dataset, batch_size=10**6, sequence_length=16, batches=1)
-    assert huge.tokens == (len(dataset.validation.tokens) - 1) // 16 * 16
+    everything = (len(dataset.validation.tokens) - 1) // 16 * 16
+    for batch_size, batches in ((2, None), (7, None), (7, 10**6), (10**6, 1)):  # the last batch may be smaller
+        whole = evaluate(Uniform(), dataset, batch_size=batch_size, sequence_length=16, batches=batches)
+        assert whole.tokens == everything and whole.loss == pytest.approx(math.log(257))
 
 
 def test_a_loaded_run_evaluates_to_the_same_loss(make_config) -> None:
@@ -114,8 +114,16 @@ def test_validation_leaves_the_run_as_it_was(recipe: str, make_config, ending) -
 
 
 def test_tensorboard_files_are_written_beside_the_journal(make_config) -> None:
-    result, _ = record(make_config("a", tensorboard=True))
-    assert list((result.run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    result, seen = record(make_config("a", tensorboard=True, recipe="fp8_delayed"))
+    read = EventAccumulator(str(result.run_dir / "tensorboard")).Reload()
+    steps = {event.step: event for event in seen if isinstance(event, events.StepDone)}
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale"):
+        found = {scalar.step: scalar.value for scalar in read.Scalars(f"train/{name}")}
+        assert found == pytest.approx({step: getattr(event, name) for step, event in steps.items()}, rel=1e-6), name
+    assert [scalar.step for scalar in read.Scalars("validation/loss")] == [4, 8]
+    for role in ("input", "weight", "grad_output"):
+        for measure in ("saturated", "flushed"):
+            assert [scalar.step for scalar in read.Scalars(f"casts/{role}/{measure}")] == [3, 6]
 
 
 @pytest.mark.slow

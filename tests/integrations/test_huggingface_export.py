@@ -7,7 +7,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.data.tokenizer import END_OF_TEXT, Tokenizer
-from narrowgauge.errors import ConfigError, ConversionError
+from narrowgauge.errors import CheckpointError, ConfigError, ConversionError
 from narrowgauge.integrations.huggingface import export_llama
 from narrowgauge.models.gpt import GPT
 from narrowgauge.models.presets import preset
@@ -83,6 +83,6 @@ def test_a_full_disk_leaves_nothing_behind(tokenizer, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("narrowgauge.integrations.huggingface.save_file", no_room)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CheckpointError, match="hf was not written: No space left on device: make room"):
         export_llama(a_model(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "hf")
     assert not list(tmp_path.iterdir())

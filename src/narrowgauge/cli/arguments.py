@@ -23,6 +23,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError where argparse would print and exit."""
+        if message.endswith("expected one argument"):  # argparse takes a value that begins with a dash for an option
+            message += "; one that begins with a dash goes behind an equals sign: --OPTION=-VALUE"
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:

@@ -28,6 +28,8 @@ examples:
   narrowgauge train --recipe bf16 --steps 200 --optimizer.lr 1e-3
   narrowgauge train --recipe fp8_current --recipe_fields "{tf32: true}" --data.corpus "texts/*.txt"
   narrowgauge train --config runs/NAME/config.yaml --name again --seed 1
+
+After an error, --debug shows the traceback too.
 """
 
 
@@ -45,8 +47,8 @@ class _ConfigFile(jsonargparse.ActionConfigFile):
         try:
             super().__call__(parser, cfg, values, option_string)
         except (argparse.ArgumentError, TypeError, ValueError) as error:
-            raise ConfigError(f"{values}: {_explain(error, ())}".replace(": config: ", ": ")) from error
-        for section in {key.partition(".")[0] for key in parser.get_defaults().keys() if "." in key}:
+            raise ConfigError(f"{values}: {_explain(error, ()).removeprefix('config: ')}") from error
+        for section in sorted({key.partition(".")[0] for key in parser.get_defaults().keys() if "." in key}):
             if not isinstance(cfg[section], jsonargparse.Namespace):  # a later --SECTION.KEY would drop it silently
                 raise ConfigError(
                     f"{values}: {section}: expected keys and values, found {cfg[section]!r}: "
@@ -130,7 +132,7 @@ def _words(argv: Sequence[str], defaults: dict[str, Any]) -> list[str]:
 
 
 def _explain(error: Exception, keys: Iterable[str]) -> str:
-    """What jsonargparse found wrong, in one line: expected, found, remedy, and the nearest of `keys` to an unknown one."""
+    """What jsonargparse found wrong, in one line: expected, found, remedy; for an unknown key the nearest of `keys`."""
     message = " ".join(str(error).split())
     if isinstance(error, UnicodeDecodeError):
         return f"expected YAML in UTF-8, found: {message}: convert the file"
@@ -139,8 +141,6 @@ def _explain(error: Exception, keys: Iterable[str]) -> str:
         if not option.startswith("--"):
             return f"expected --KEY VALUE, found '{option}' (see `narrowgauge train --help`)"
         return _unknown(option[2:].partition("=")[0], keys)
-    if re.search("not accept|not expected", message):  # Group 'model' does not accept option 'widht'
-        return _unknown(".".join(re.findall(r"'([^']+)'", message)), keys)
     if about := re.match(r'Parser key "([\w.]+)":? ?(.*)', message):
         key, reason = about.groups()
         expected = " or ".join(dict.fromkeys(re.findall(r"Expected a <class '(\w+)'>", reason)))
@@ -148,6 +148,8 @@ def _explain(error: Exception, keys: Iterable[str]) -> str:
             found = re.split(r"(?:Got|Given) value: ?", reason)[-1]
             return f"{key}={found}: expected {expected.replace('NoneType', 'null')}: change {key}"
         return f"{key}: expected keys and values or a file of them, found: {reason.partition(' - Parser key')[0]}"
+    if re.search("not accept|not expected", message):  # Group 'model' does not accept option 'widht'
+        return _unknown(".".join(re.findall(r"'([^']+)'", message)), keys)
     message = re.sub("^Problems parsing config:", "expected YAML, found:", message)
     message = re.sub("^Unexpected config:", "expected keys and values, found:", message)
     return f"{message} (see `narrowgauge train --help`)"

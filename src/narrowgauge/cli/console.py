@@ -18,6 +18,11 @@ def output() -> Console:
     return Console(file=sys.stdout, highlight=False)
 
 
+def messages() -> Console:
+    """A console on standard error, for what people read where standard output is JSON."""
+    return Console(file=sys.stderr, highlight=False)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table; columns whose cells are all numbers are set flush right. Plain aligned text in a pipe or file."""
     numeric = [all(isinstance(row[index], int | float) for row in rows) for index in range(len(columns))]

@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,9 +64,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except (NarrowgaugeError, OSError) as error:
         if "--debug" in argv:
-            raise
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError | RecipeError) else EXIT_FAILED
+    except (MemoryError, RuntimeError) as error:
+        if "--debug" in argv or not _is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "no more to be had"
+        print(
+            f"error: expected enough memory, found: {reason}: lower batch_size or sequence_length, or take a smaller "
+            "model",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """True where memory ran out; torch's allocator for the CPU has no exception of its own for it."""
+    said = ("DefaultCPUAllocator: can't allocate", "Storage size calculation overflowed")
+    is_torch = type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)
+    return is_torch or isinstance(error, MemoryError)
 
 
 def _show_warning(message: Warning | str, *_where: object) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from narrowgauge.cli.console import output, print_table
+from narrowgauge.cli.console import messages, output, print_json, print_table
 from narrowgauge.train import events
 
 # Above this share of saturated or flushed values a role is called out: GEMM errors grow visibly from about here.
@@ -22,11 +24,13 @@ SMOOTHING = 0.1
 class Reporter(AbstractContextManager["Reporter"]):
     """A listener for `train.run`: call it with each event. Use as a context, so that the live line is taken down.
 
-    `log_every` is the number of steps between plain lines; a terminal shows every step.
+    `log_every` is the number of steps between plain lines; a terminal shows every step. `as_json`: standard output gets
+    the closing figures as JSON and nothing else; progress goes to standard error.
     """
 
-    def __init__(self, console: Console | None = None, log_every: int = 10) -> None:
-        self.console = console or output()
+    def __init__(self, console: Console | None = None, log_every: int = 10, as_json: bool = False) -> None:
+        self.console = console or (messages() if as_json else output())
+        self.as_json = as_json
         self.log_every = max(1, log_every)
         self._live: Progress | None = None
         self._task: TaskID | None = None
@@ -128,14 +132,18 @@ class Reporter(AbstractContextManager["Reporter"]):
     def finished(self, event: events.Finished) -> None:
         """Print the closing table."""
         self.__exit__(None, None, None)
+        if self.as_json:
+            print_json(closing_figures(event))
+            return
         self.say("")
         print_table("result", ["", ""], closing_rows(event))
         if event.ledger is not None:
             print_table("memory", ["role", "bytes", "a parameter"], event.ledger.rows())
+        run = shlex.quote(str(event.run_dir))
         if event.status is events.Status.INTERRUPTED:
-            self.say(f"interrupted at step {event.step}; go on with: narrowgauge resume {event.run_dir}", "yellow")
+            self.say(f"interrupted at step {event.step}; go on with: narrowgauge resume {run}", "yellow")
         else:
-            self.say(f"run folder {event.run_dir}; try: narrowgauge generate {event.run_dir} --prompt 'def '")
+            self.say(f"run folder {event.run_dir}; try: narrowgauge generate {run} --prompt 'def '")
 
 
 def closing_rows(event: events.Finished) -> list[tuple[str, str]]:
@@ -150,6 +158,24 @@ def closing_rows(event: events.Finished) -> list[tuple[str, str]]:
     if event.skipped_steps:
         rows.append(("skipped steps", f"{event.skipped_steps:,}"))
     return rows
+
+
+def closing_figures(event: events.Finished) -> dict[str, Any]:
+    """The tables at the end of a run, for programs. `validation` is null before the first; `bytes` has every role."""
+    found, ledger = event.evaluation, event.ledger
+    return {
+        "status": str(event.status),
+        "run": str(event.run_dir),
+        "step": event.step,
+        "loss": event.last_loss,
+        "validation": found and {key: getattr(found, key) for key in ("step", "loss", "perplexity", "bits_per_byte")},
+        "tokens": event.tokens,
+        "seconds": event.seconds,
+        "tokens_per_s": event.tokens_per_s,
+        "skipped_steps": event.skipped_steps,
+        "bytes": ledger and {role: size for role, size, _ in ledger.rows()},
+        "parameters": ledger and ledger.parameters,
+    }
 
 
 def trouble(statistics: dict[str, dict[str, float]]) -> str:

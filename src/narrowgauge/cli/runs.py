@@ -78,7 +78,7 @@ def generate(argv: Sequence[str]) -> int:
         trained.model,
         trained.tokenizer,
         arguments.prompt,
-        min(arguments.tokens, trained.model.config.context - 1),
+        arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         seed=arguments.seed,

@@ -19,7 +19,7 @@ def train(argv: Sequence[str]) -> int:
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import run
 
-    with Reporter(log_every=config.log_every) as reporter:
+    with Reporter(log_every=config.log_every, as_json=as_json) as reporter:
         result = run(config, reporter)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
 
@@ -39,6 +39,7 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--checkpoint", help="a checkpoint's name, or last-good for the newest that is whole (default: the newest)"
     )
+    parser.add_json_option()
     arguments = parser.parse(argv)
 
     from narrowgauge.cli.progress import Reporter
@@ -47,6 +48,6 @@ def resume(argv: Sequence[str]) -> int:
     from narrowgauge.train.run_folder import RunFolder
 
     config = RunFolder.open(arguments.run).read_config()
-    with Reporter(log_every=config.log_every) as reporter:
+    with Reporter(log_every=config.log_every, as_json=arguments.json) as reporter:
         result = resume_run(arguments.run, reporter, checkpoint=arguments.checkpoint)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.data.files import document_text, jsonl_documents, parquet_documents, text_documents
-from narrowgauge.errors import DataError, closest
+from narrowgauge.errors import DataError, UnknownCorpusError, closest
 
 HUGGING_FACE = "hf:"
 DEFAULT_CORPUS = "python"
@@ -87,12 +87,12 @@ def _matching_files(spec: str) -> list[str]:
     looks_like_a_path = any(c in spec for c in "*?[/\\.") or os.path.exists(spec)
     if not looks_like_a_path:
         valid = [*BUILT_IN, HUGGING_FACE + "NAME", "a path or glob such as data/*.jsonl"]
-        raise DataError(f"unknown corpus '{spec}'{closest(spec, valid)}")
+        raise UnknownCorpusError(f"unknown corpus '{spec}'{closest(spec, valid)}")
     if os.path.isdir(spec):
-        raise DataError(f"'{spec}' is a folder: say which files in it, e.g. '{spec.rstrip('/')}/**/*.txt'")
+        raise UnknownCorpusError(f"'{spec}' is a folder: say which files in it, e.g. '{spec.rstrip('/')}/**/*.txt'")
     paths = sorted(path for path in glob.glob(os.path.expanduser(spec), recursive=True) if os.path.isfile(path))
     if not paths:
-        raise DataError(f"no file matches '{spec}' in {os.getcwd()}: check the pattern and the folder")
+        raise UnknownCorpusError(f"no file matches '{spec}' in {os.getcwd()}: check the pattern and the folder")
     return paths
 
 

@@ -21,6 +21,7 @@ from narrowgauge.errors import ConfigError, DataError, closest
 FORMAT_VERSION = 1  # of the cached files; a new one makes old caches unused
 ENCODE_BYTES = 4 << 20  # text handed to the tokenizer at once: enough for all cores, little memory
 TOKENIZERS = ("bpe", "bytes")
+MAX_VOCAB_SIZE = 1 << 20  # the tokenizer's trainer reserves memory for all of it, and aborts the process without
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class DataConfig:
             raise ConfigError(f"unknown tokenizer '{self.tokenizer}'{closest(self.tokenizer, TOKENIZERS)}")
         if self.tokenizer == "bpe" and self.vocab_size < BYTES + 1:
             raise ConfigError(f"vocab_size={self.vocab_size}: expected at least {BYTES + 1}, all bytes and the end")
+        if self.tokenizer == "bpe" and self.vocab_size > MAX_VOCAB_SIZE:
+            raise ConfigError(f"vocab_size={self.vocab_size}: expected at most {MAX_VOCAB_SIZE}")
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from narrowgauge.data.tokenizer import END_OF_TEXT, Tokenizer
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.models.gpt import GPT
 from narrowgauge.models.llama_layout import check_llama, to_llama
 from narrowgauge.tensors.quantized import QuantizedTensor
+from narrowgauge.train.folder import os_errors
 
 
 def export_llama(model: GPT, tokenizer: Tokenizer, directory: Path | str) -> Path:
@@ -23,7 +24,7 @@ def export_llama(model: GPT, tokenizer: Tokenizer, directory: Path | str) -> Pat
 
     Weights are written in float32, so a plain float32 model gives the same logits. The directory appears whole or not
     at all. Raises ConversionError for a model that Llama's layout cannot express, ConfigError where the directory is
-    there already and not empty.
+    there already and not empty, CheckpointError where the disk refuses it.
     """
     check_llama(model.config)
     directory = Path(directory)
@@ -33,20 +34,24 @@ def export_llama(model: GPT, tokenizer: Tokenizer, directory: Path | str) -> Pat
     config, weights = to_llama(model.config, state)
     config |= {"dtype": "float32", "torch_dtype": "float32"}  # transformers 5, transformers 4
     config |= {"bos_token_id": None, "eos_token_id": tokenizer.end_id, "pad_token_id": None}
-    directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.with_name(f".writing-{directory.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir()
-        contiguous = {name: weight.contiguous() for name, weight in weights.items()}
-        save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
-        tokenizer.save(temporary / "tokenizer.json")
-        _write_json(temporary / "config.json", config)
-        _write_json(temporary / "generation_config.json", {"eos_token_id": tokenizer.end_id, "do_sample": True})
-        _write_json(temporary / "tokenizer_config.json", _tokenizer_config(model))
+        with os_errors():
+            temporary.mkdir(parents=True)
+            contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+            save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
+            tokenizer.save(temporary / "tokenizer.json")
+            _write_json(temporary / "config.json", config)
+            _write_json(temporary / "generation_config.json", {"eos_token_id": tokenizer.end_id, "do_sample": True})
+            _write_json(temporary / "tokenizer_config.json", _tokenizer_config(model))
         if directory.exists():
             directory.rmdir()  # empty, as was checked
         temporary.rename(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} was not written: {error.strerror}: make room, or choose another place"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return directory

@@ -87,6 +87,8 @@ def _gemm(of: Recipe) -> str:
     products: dict[str, list[str]] = {}
     for gemm, in_compute in zip(GEMMS, of.override_linear_precision, strict=True):
         specs = [None if in_compute else getattr(of, role) for role in OPERANDS[gemm]]
+        if gemm == "grad_weight" and of.activation is not None:
+            specs[OPERANDS[gemm].index("input")] = of.activation  # what was saved, in place of the input operand
         operands = dict.fromkeys(_label(spec.format) if spec else _compute(of) for spec in specs)
         products.setdefault(" x ".join(operands), []).append(gemm)
     if len(products) == 1:

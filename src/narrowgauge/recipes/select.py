@@ -32,7 +32,7 @@ class Selection:
 def select(candidates: Sequence[Candidate], recipe: Recipe) -> list[Selection]:
     """Decide for each candidate, in order. First match wins:
 
-    1. a recipe without a quantized GEMM operand quantizes nothing;
+    1. a recipe without a quantized GEMM operand or activation quantizes nothing;
     2. the layer matches no `include` glob;
     3. it is the head (`lm_head` is a part of its name) and nobody asked for it, see `head_is_asked_for`;
     4. it matches an `exclude` glob;

@@ -111,9 +111,9 @@ class Recipe:
     """A table from tensor roles to casts. Frozen and hashable: `replace` makes a changed copy.
 
     GEMM operands (`input`, `weight`, `grad_output`): None means the compute dtype. `activation`: what is saved for
-    backward; None means the input operand as it was multiplied. `param`, `master`, `grad`, `exp_avg`, `exp_avg_sq`:
-    what is stored (`master` None: the parameter itself is updated). The `_comm` roles: what travels; None means as
-    stored.
+    backward, and multiplied by grad_weight; None means the input operand as it was multiplied. `param`, `master`,
+    `grad`, `exp_avg`, `exp_avg_sq`: what is stored (`master` None: the parameter itself is updated). The `_comm` roles:
+    what travels; None means as stored.
 
     compute: dtype of all that is no quantized GEMM: FP32, BF16, FP16, or "auto" (see `resolve`).
     override_linear_precision: (output, grad_input, grad_weight); True runs that GEMM in the compute dtype.
@@ -205,8 +205,8 @@ class Recipe:
 
     @property
     def quantizes_gemms(self) -> bool:
-        """True where at least one GEMM operand has a format of its own."""
-        return any(getattr(self, role) is not None for role in OPERAND_ROLES)
+        """True where a GEMM operand, or the saved activation that grad_weight multiplies, has a format of its own."""
+        return any(getattr(self, role) is not None for role in (*OPERAND_ROLES, "activation"))
 
     def __repr__(self) -> str:
         changed = [f.name for f in dataclasses.fields(self) if f.name == "name" or getattr(self, f.name) != f.default]

@@ -18,7 +18,7 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.spec import Recipe
-from narrowgauge.train.parse import build
+from narrowgauge.train.parse import build, read_yaml
 from narrowgauge.train.sections import DataConfig, DivergenceConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 
 __all__ = ["DataConfig", "DivergenceConfig", "ModelConfig", "OptimizerConfig", "ScheduleConfig", "TrainConfig"]
@@ -100,6 +100,7 @@ class TrainConfig:
             _require(_is_finite(_value(self, key)) and _value(self, key) >= 0, key, _value(self, key), "0 or more")
         for key in ("optimizer.lr", "optimizer.eps", "divergence.spreads", "divergence.floor"):
             _require(_is_finite(_value(self, key)) and _value(self, key) > 0, key, _value(self, key), "more than 0")
+        _require(self.seed < 2**63, "seed", self.seed, "less than 2^63")
         for key in ("optimizer.beta1", "optimizer.beta2"):
             _require(0 <= _value(self, key) < 1, key, _value(self, key), "at least 0 and less than 1")
         _require(
@@ -147,8 +148,8 @@ class TrainConfig:
     def from_yaml(cls, text: str) -> TrainConfig:
         """Read what `to_yaml` wrote, or any part of it. Raises ConfigError."""
         try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            values = read_yaml(text)
+        except ValueError as error:
             raise ConfigError(f"configuration: expected YAML, found {error}: mend that line") from None
         if values is not None and not isinstance(values, dict):
             raise ConfigError(f"configuration: expected `key: value` lines, found {type(values).__name__}")
@@ -178,7 +179,7 @@ def _require(holds: bool, key: str, value: Any, expected: str) -> None:
 
 
 def _is_finite(value: float) -> bool:
-    return math.isfinite(value)
+    return isinstance(value, int) or math.isfinite(value)  # isfinite refuses integers beyond a float
 
 
 def _is_folder_name(name: str) -> bool:

@@ -50,21 +50,21 @@ def evaluate(
     shorter than one sequence.
     """
     stream = BatchStream(dataset.validation, batch_size, sequence_length, seed=0)
-    stream.batch_size = min(batch_size, stream.sequences_per_epoch)
-    whole_epoch = stream.sequences_per_epoch // stream.batch_size
+    everything = stream.sequences_per_epoch
+    sequences = everything if batches is None else min(batches * batch_size, everything)
     token_bytes = torch.from_numpy(dataset.tokenizer.token_bytes())
-    count = whole_epoch if batches is None else min(batches, whole_epoch)
     total = 0.0
     text_bytes = tokens = 0
     was_training = model.training
     model.eval()
     try:
-        for _ in range(count):
+        while stream.position < sequences:
+            stream.batch_size = min(batch_size, sequences - stream.position)  # the last batch may be smaller
             ids, targets = stream.next()
             _, loss = model(ids.to(device), targets.to(device))
-            total += float(loss)
+            total += float(loss) * len(ids)
             tokens += targets.numel()
             text_bytes += int(token_bytes[targets].sum())
     finally:
         model.train(was_training)
-    return Evaluation(total / count, tokens, text_bytes)
+    return Evaluation(total / sequences, tokens, text_bytes)

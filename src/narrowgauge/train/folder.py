@@ -36,7 +36,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        with _os_errors():
+        with os_errors():
             yield temporary
         _write_manifest(temporary)
         _publish(temporary, path)
@@ -138,7 +138,7 @@ def _replaced_hint(path: Path) -> str:
 
 
 @contextmanager
-def _os_errors() -> Iterator[None]:
+def os_errors() -> Iterator[None]:
     """safetensors reports a full disk in words; turn that back into the OSError that it was."""
     try:
         yield

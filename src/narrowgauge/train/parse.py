@@ -1,4 +1,4 @@
-"""Dataclasses from nested plain values, as YAML and the command line give them; unknown keys name the nearest one."""
+"""YAML to plain values, and those to dataclasses: nothing is lost silently, unknown keys name the nearest one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,39 @@ import dataclasses
 import types
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from narrowgauge.errors import ConfigError, closest
 
 T = TypeVar("T")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML of plain values, in which a key that stands twice is an error: YAML's own rule, which PyYAML leaves out."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """The plain values of a YAML document. Raises ValueError, saying in one line what is wrong and where."""
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except RecursionError:
+        raise ValueError("brackets nested too deep") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def build(kind: type[T], values: Any, where: str) -> T:
     """A dataclass from nested plain values; `where` is the dotted key that leads here. Raises ConfigError."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: expected keys and values, found {values!r}")
+        raise ConfigError(f"{where}: expected keys and values, found {values!r}: give {where}.KEY, or leave it out")
     hints = get_type_hints(kind)
     for key in values:
         if key not in hints:
@@ -33,10 +57,13 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is dict:
         hint = dict
+        odd = [name for name in value if not isinstance(name, str)] if isinstance(value, dict) else []
+        if odd:
+            raise ConfigError(f"{key}: expected names as its keys, found {odd[0]!r}: quote it if it is one")
     if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 1e-3 as a string
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{key}={value!r}: expected {hint.__name__}, found {type(value).__name__}")

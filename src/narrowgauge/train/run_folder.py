@@ -8,8 +8,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,18 +53,27 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
-        """Make the folder of a new run and write its configuration. Raises ConfigError where the folder is taken."""
+        """Make the folder of a new run and write its configuration, locked.
+
+        Raises ConfigError where the folder is taken or cannot be written.
+        """
         assert config.name is not None  # `run` names every run
         folder = cls(Path(config.runs_dir) / config.name)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.lock()
-        if folder.config.exists():
-            raise ConfigError(
-                f"name={config.name!r}: expected a new run, found one in {folder.path}: "
-                f"choose another name, or continue it with `narrowgauge resume {folder.path}`"
-            )
-        folder.checkpoints.mkdir(exist_ok=True)
-        write_file(folder.config, config.to_yaml())
+        try:
+            with _writable(folder.path):
+                folder.path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
+            if folder.config.exists():
+                raise ConfigError(
+                    f"name={config.name!r}: expected a new run, found one in {folder.path}: "
+                    f"choose another name, or continue it with `narrowgauge resume {shlex.quote(str(folder.path))}`"
+                )
+            with _writable(folder.path):
+                folder.checkpoints.mkdir(exist_ok=True)
+                write_file(folder.config, config.to_yaml())
+        except BaseException:
+            folder.unlock()
+            raise
         return folder
 
     @classmethod
@@ -74,8 +85,9 @@ class RunFolder:
         return folder
 
     def lock(self) -> None:
-        """Become the only process that writes. Raises ConfigError where another one is at it."""
-        self._lock = os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
+        """Become the only process that writes. Raises ConfigError where another one is at it, or nobody may."""
+        with _writable(self.path):
+            self._lock = os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
         except BlockingIOError:
@@ -148,7 +160,7 @@ class RunFolder:
             good = self._last_good([s for s in steps if s != step], str(error))
             raise CheckpointError(
                 f"{error}. The last good checkpoint is {self.checkpoint(good).name}: continue from it with "
-                f"`narrowgauge resume {self.path} --checkpoint {self.checkpoint(good).name}`"
+                f"`narrowgauge resume {shlex.quote(str(self.path))} --checkpoint {self.checkpoint(good).name}`"
             ) from None
         return step
 
@@ -175,3 +187,14 @@ class RunFolder:
                 continue
             return step
         raise CheckpointError(f"{problem}. No other checkpoint of {self.path} is whole: start the run anew")
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: expected a run folder that can be written, found: {error.strerror}: "
+            "choose another runs_dir or name, or make room"
+        ) from error

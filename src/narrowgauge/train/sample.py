@@ -21,15 +21,15 @@ def sample_text(
 ) -> str:
     """What the model writes after `prompt`: at most `tokens` tokens, fewer at the end of a document or of the context.
 
-    An empty prompt starts a new document. A prompt too long for the context and the new tokens is cut at its front.
-    Equal seeds give equal text on one machine.
-
-    Raises ConfigError where the context leaves no room for any prompt, or for values that sampling refuses.
+    An empty prompt starts a new document. A prompt too long for the context and the new tokens is cut at its front,
+    but for its last token. Equal seeds give equal text on one machine. Raises ConfigError for values that sampling
+    refuses.
     """
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed}: expected a whole number from 0 to 2^63 - 1")
     context = model.config.context
+    tokens = min(tokens, context - 1)
     room = context - tokens
-    if room < 1:
-        raise ConfigError(f"tokens={tokens}: expected fewer than the model's context, {context}: ask for fewer")
     ids = (tokenizer.encode(prompt) or [tokenizer.end_id])[-room:]
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)

@@ -9,6 +9,7 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 from narrowgauge.cli.main import COMMANDS, main
 
@@ -57,6 +58,13 @@ def test_help_answers_within_a_second_beyond_torch(words):
         (["train", "--model.preset", "tinny"], "did you mean 'tiny'?"),
         (["bench", "liner"], "invalid choice: 'liner'"),
         (["generate"], "required"),
+        (["generate", "RUN", "--prompt", "-x"], "--OPTION=-VALUE"),
+        (["train", "--data.corpus", "pythn"], "did you mean 'python'?"),
+        (["train", "--data.corpus", "nowhere/*.txt"], "no file matches"),
+        (["train", "--data.vocab_size", "100000000000000"], "at most"),
+        (["train", "--seed", "99999999999999999999999"], "seed"),
+        (["train", "--optimizer", "fast", "--optimizer.lr", "1"], "optimizer: expected keys and values"),
+        (["train", "--recipe_fields", "{1: 2}"], "expected names"),
         (["chart", "--markdown", "--json"], "found both"),
     ],
 )
@@ -76,8 +84,9 @@ def test_options_are_not_abbreviated(capsys):
 
 def test_debug_shows_the_traceback():
     done = run_program("chart", "fp8_curent", "--debug")
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
 
 
 def test_a_missing_run_folder_is_a_bad_argument_told_in_one_line(tmp_path, capsys):
@@ -85,6 +94,33 @@ def test_a_missing_run_folder_is_a_bad_argument_told_in_one_line(tmp_path, capsy
     error = capsys.readouterr().err
     assert "nowhere" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_ran_out_is_told_in_one_line(error, monkeypatch, capsys):
+    def allocates(argv):
+        raise error
+
+    monkeypatch.setattr("narrowgauge.cli.chart.chart", allocates)
+    assert main(["chart"]) == 1
+    assert "lower batch_size" in capsys.readouterr().err
+
+
+def test_an_error_of_our_own_making_keeps_its_traceback(monkeypatch):
+    def fails(argv):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("narrowgauge.cli.chart.chart", fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["chart"])
 
 
 def test_interruption_exits_with_130(monkeypatch, capsys):

@@ -63,6 +63,31 @@ def test_training_ends_with_losses_speed_bytes_and_a_sample(place, capsys):
         assert (place / "runs" / "shown" / name).exists()
 
 
+def test_json_of_a_run_is_all_that_standard_output_gets(place, capsys):
+    assert main(train_words(place, "as json", "--json")) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["status"] == "finished" and found["step"] == 6
+    assert found["validation"]["bits_per_byte"] > 0 and found["tokens"] == 6 * 4 * 32
+    assert found["bytes"]["param"] == 4 * found["parameters"]
+    assert "step 6/6" in captured.err
+    assert "narrowgauge" not in captured.err  # the hints at the end go with the tables
+
+    assert main(["resume", str(place / "runs" / "as json"), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["validation"] == found["validation"] and again["tokens"] == 0
+
+
+def test_a_command_that_is_suggested_can_be_pasted(place, capsys):
+    assert main(train_words(place, "with space", "--steps", "1")) == 0
+    assert f"narrowgauge generate '{place}/runs/with space' --prompt" in capsys.readouterr().out
+
+
+def test_a_sample_longer_than_the_context_is_cut_short(place, capsys):
+    assert main(train_words(place, "short", "--model.context", "8", "--sample_tokens", "64", "--steps", "1")) == 0
+    assert main(["generate", str(place / "runs" / "short"), "--prompt", "a", "--tokens", "64"]) == 0
+
+
 def test_a_configuration_file_is_overridden_by_what_comes_after_it(place, run, capsys):
     (place / "more.yaml").write_text("steps: 2\noptimizer:\n  lr: 1e-3\n  beta2: 0.9\n")
     words = ["--config", f"{run}/config.yaml", "--config", f"{place}/more.yaml", "--optimizer.lr=5e-4"]
@@ -77,6 +102,21 @@ def test_a_name_that_is_taken_is_refused_and_the_run_left_alone(place, run, caps
     assert main(train_words(place, "done")) == 2
     assert "resume" in capsys.readouterr().err
     assert (run / "journal.jsonl").read_bytes() == before
+    assert main(["resume", str(run)]) == 0  # the refused one has let go of the folder
+
+
+@pytest.mark.parametrize("at", ["runs_dir", "name"])
+def test_a_run_folder_that_cannot_be_made_is_a_bad_argument(at, place, capsys):
+    (place / "file").write_text("")
+    words = {"runs_dir": ["--runs_dir", f"{place}/file"], "name": ["--name", "n" * 300]}[at]
+    assert main(train_words(place, "nowhere", *words)) == 2
+    assert "choose another runs_dir or name" in capsys.readouterr().err
+
+
+def test_an_export_that_cannot_be_written_says_so(place, run, capsys):
+    (place / "file").write_text("")
+    assert main(["export", str(run), f"{place}/file/hf"]) == 1
+    assert "was not written: Not a directory" in capsys.readouterr().err
 
 
 def test_evaluation_repeats_the_last_of_training_exactly(run, capsys):
@@ -98,6 +138,7 @@ def test_evaluation_of_the_whole_split_of_another_corpus_and_of_an_earlier_step(
     assert main(["eval", str(run), "--checkpoint", "step-000003"]) == 0
     assert "loss" in capsys.readouterr().out
     assert other["corpus"].endswith("other.jsonl")
+    assert other["tokens"] % (4 * 32) and other["tokens"] % 32 == 0  # the last batch is smaller than the others
     assert 0.99 < other["text_bytes"] / other["tokens"] <= 1.0  # a token is a byte, but for ends of documents
 
 
@@ -118,7 +159,7 @@ def test_generation_starts_with_the_prompt_and_repeats_with_the_seed(run, capsys
         (["generate", "RUN", "--prompt", "a", "--temperature", "-1"], 2, "temperature=-1"),
         (["eval", "RUN", "--batches", "-2"], 2, "--batches"),
         (["eval", "RUN", "--checkpoint", "step-000001"], 1, "step-000003, step-000006"),
-        (["eval", "RUN", "--corpus", "/nowhere/*.txt"], 1, "/nowhere/*.txt"),
+        (["eval", "RUN", "--corpus", "/nowhere/*.txt"], 2, "/nowhere/*.txt"),
         (["eval", "RUN", "--device", "tpu"], 2, "tpu"),
         (["export", "RUN", "RUN"], 2, "empty"),
     ],

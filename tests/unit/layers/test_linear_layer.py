@@ -233,6 +233,31 @@ def test_storage_replaced_by_sharding_libraries(mlp) -> None:  # case 114
         model(torch.randn(4, 33))
 
 
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "fp32"])
+def test_inputs_that_would_lose_their_meaning_are_refused(recipe: str, mlp) -> None:
+    model = mlp()
+    ng.prepare(model, None, recipe)
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(ng.ConversionError, match="expected floating values"):
+            model(torch.ones(4, 32).to(dtype))
+    with pytest.raises(ng.ConversionError, match="expected floating values"):
+        model(torch.tensor(1.0))
+    with pytest.raises(ng.ConversionError, match="its weight is on cpu, and the input on meta"):
+        model(torch.ones(4, 32, device="meta"))
+
+
+def test_function_transforms_are_refused_where_they_cannot_work(mlp) -> None:
+    x = torch.randn(4, 32)
+    model, exact = mlp(), mlp()
+    ng.prepare(exact, None, "fp32")
+    assert torch.allclose(torch.func.vmap(exact)(x), mlp()(x), atol=1e-6)
+    ng.prepare(model, None, "fp8_delayed")
+    with pytest.raises(ng.ConversionError, match="torch.func transforms"):
+        torch.func.vmap(model)(x)
+    with pytest.raises(ng.ConversionError, match="torch.func transforms"):
+        torch.func.grad(lambda x: model(x).float().sum())(x)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_copies_are_equal_and_independent(recipe: str, mlp) -> None:  # case 72
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -347,6 +372,24 @@ def test_two_models_in_two_threads_do_not_meet(mlp) -> None:  # case 116
         thread.join()
     for recipe in recipes:
         assert_same_state(alone[recipe], together[recipe])
+
+
+def test_a_narrow_activation_alone_is_saved_and_only_grad_weight_feels_it() -> None:
+    def run(**fields: ng.CastSpec) -> tuple[list[torch.Tensor], set[torch.dtype]]:
+        torch.manual_seed(0)
+        layer, saved = nn.Linear(64, 48), set()
+        ng.prepare(layer, None, ng.recipe("bf16", **fields))
+        x = torch.randn(32, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.add(t.dtype) or t, lambda t: t):
+            y = layer(x)
+        y.float().square().sum().backward()
+        return [y.detach(), x.grad, layer.weight.grad], saved
+
+    (y, grad_x, grad_weight), wide = run()
+    (y8, grad_x8, grad_weight8), narrow = run(activation=ng.CastSpec(ng.formats.E4M3FN))
+    assert torch.float8_e4m3fn in narrow and torch.float8_e4m3fn not in wide and torch.bfloat16 not in narrow
+    assert torch.equal(y, y8) and torch.equal(grad_x, grad_x8)
+    assert 0.015 < relative_error(grad_weight8, grad_weight) < 0.045  # one operand in E4M3
 
 
 class Attention(nn.Module):

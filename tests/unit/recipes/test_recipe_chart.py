@@ -60,6 +60,7 @@ def test_named_recipes(name, gemm, weight, activations):
         ({"exp_avg": ng.CastSpec(INT8), "exp_avg_sq": ng.CastSpec(UINT8)}, "optimizer_states", "INT8+UINT8"),
         ({"input": ng.CastSpec(E2M1FN), "weight": ng.CastSpec(E2M1FN)}, "activations", "FP4"),
         ({"activation": ng.CastSpec(E2M1FN)}, "activations", "FP4"),
+        ({"activation": ng.CastSpec(E2M1FN)}, "gemm", "FP8 (output, grad_input), FP8 x FP4 (grad_weight)"),
         ({"override_linear_precision": (True, True, True), "compute": "bf16"}, "gemm", "BF16"),
         ({"override_linear_precision": (True, True, True), "compute": "fp32", "tf32": True}, "gemm", "TF32"),
         ({"override_linear_precision": (True, True, True)}, "gemm", "BF16 or FP16"),

@@ -96,6 +96,11 @@ def test_recipes_without_quantized_operands_say_so(name):
         assert selection.reason == f"recipe '{name}' quantizes no GEMM operand"
 
 
+def test_a_narrow_activation_alone_makes_a_layer_quantized():
+    selection = select(LAYERS, ng.recipe("bf16", activation=ng.CastSpec(ng.formats.E4M3FN)))
+    assert [s.name for s in selection if s.quantized] == NAMES[:5]
+
+
 def test_a_root_layer_has_the_empty_name():
     assert select([Candidate("", 64, 64)], ng.recipe("fp8_delayed"))[0].quantized
 

@@ -95,3 +95,30 @@ def test_what_is_no_configuration_is_refused(text: str) -> None:
 def test_values_out_of_range_say_what_was_expected(values: dict[str, Any], words: str) -> None:
     with pytest.raises(NarrowgaugeError, match=words):
         TrainConfig.from_dict(values).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 3\nseed: 1\nsteps: 4", "the key 'steps' twice"),
+        ("model: {layers: 1}\nmodel: {width: 32}", "the key 'model' twice"),
+        ("name: 2020-13-45", "month must be"),
+        ("steps: " + "9" * 5000, "4300 digits"),
+        ("a: " + "[" * 5000, "too deep"),
+        ("a: [1", "expected ',' or ']'"),
+        ("- 1", "found list"),
+        ("recipe_fields: {1: 2}", "expected names as its keys, found 1"),
+        ("clip: 1" + "0" * 400, "expected float"),
+        ("model: null", "give model.KEY"),
+    ],
+)
+def test_yaml_that_says_something_else_than_it_seems_is_refused_in_one_line(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        TrainConfig.from_yaml(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("values", [{"seed": 2**63}, {"seed": 2**64}, {"eval_every": -(10**400)}])
+def test_integers_beyond_the_machine_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        TrainConfig.from_dict(values).check()
