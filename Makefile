@@ -12,6 +12,10 @@ DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
 DOCS_STAMP := $(VENV)/.installed-docs-$(KEY)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
+# Threads that wait for each other sleep instead of spinning: where something else runs on the cores, or the cores are
+# those of a virtual machine, spinning makes a step several times slower. OpenMP reads it before torch is loaded.
+export OMP_WAIT_POLICY ?= passive
+
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from narrowgauge.layers import sharing
+from narrowgauge.layers import fused, sharing
 from narrowgauge.layers.kinds import NORMS, Kind, kind_of
 from narrowgauge.layers.linear import OWN_ATTRIBUTES, Linear
 from narrowgauge.layers.report import ConversionReport, report
@@ -32,13 +33,27 @@ def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
     candidates = [Candidate(name, m.in_features, m.out_features) for name, m in linears.items()]  # type: ignore[arg-type]
     for glob in unmatched_globs(candidates, recipe):
         warnings.warn(f"recipe '{recipe.name}': '{glob}' matches no linear layer; check its spelling", stacklevel=2)
-    for selection in select(candidates, recipe):
+    selections = select(candidates, recipe)
+    if recipe.quantizes_gemms and not any(selection.quantized for selection in selections):
+        warnings.warn(
+            f"recipe '{recipe.name}' quantizes the products of linear layers, and none of this model's is quantized: "
+            f"{_why_none(selections)}; `narrowgauge.report(model)` has all reasons",
+            stacklevel=2,
+        )
+    for selection in selections:
         _convert_linear(linears[selection.name], recipe, selection)
     for module in model.modules():
         if type(module) in NORMS:
             module.__class__ = NORMS[type(module)]
         _share_inputs(module)
+        fused.keep_layers_called(module)
     return report(model)
+
+
+def _why_none(selections: Sequence[Selection]) -> str:
+    if not selections:
+        return "it has no torch.nn.Linear that can be converted"
+    return f"'{selections[0].name}' is kept ({selections[0].reason})"
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -22,15 +22,13 @@ from narrowgauge.numerics import scaling
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.scaling import Delayed
 from narrowgauge.ops.linear import DelayedSlots, LinearCasts
+from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer
+from narrowgauge.recipes.spec import OPERAND_ROLES
 
-OPERANDS = ("input", "weight", "grad_output")
 HISTORY = "_amax_history"
 SCALE = "_quant_scale"
 ROLLS = "amax_rolls"
 PENDING = "amax_pending"
-
-# takes float32 [n], every layer's live amax values and then 1 or 0 for whether it ran; returns the maximum over ranks
-Reducer = Callable[[Tensor], Tensor]
 
 
 class Rule(NamedTuple):
@@ -43,7 +41,7 @@ class Rule(NamedTuple):
 def rules_of(casts: LinearCasts) -> dict[str, Rule]:
     """The delayed roles among a layer's operands."""
     found = {}
-    for role in OPERANDS:
+    for role in OPERAND_ROLES:
         spec = getattr(casts, role)
         if isinstance(spec.scale, Delayed):
             found[role] = Rule(spec.format, spec.scale)
@@ -105,7 +103,9 @@ def state_names(layer: DelayedState) -> list[str]:
 
 def is_state_name(name: str) -> bool:
     """True for a state-dict key's last part that names delayed-scaling state."""
-    return name in (ROLLS, PENDING) or any(name == role + suffix for role in OPERANDS for suffix in (HISTORY, SCALE))
+    return name in (ROLLS, PENDING) or any(
+        name == role + suffix for role in OPERAND_ROLES for suffix in (HISTORY, SCALE)
+    )
 
 
 def _fresh(layer: DelayedState) -> dict[str, Tensor]:
@@ -159,11 +159,12 @@ def _resized(history: Tensor, length: int) -> Tensor:
     return resized
 
 
-def roll(layers: Iterable[DelayedState], reduce: Reducer | None = None) -> None:
+def roll(layers: Iterable[DelayedState], reducer: Reducer = SINGLE_PROCESS) -> None:
     """Finish a step: every live amax becomes the newest entry of its history, and scales follow where due.
 
-    Layers that did not run since the last roll keep their state. reduce: takes the maximum over data-parallel ranks.
-    Nothing here waits for the device.
+    Layers that did not run since the last roll keep their state. reducer: takes the maximum over data-parallel ranks,
+    once for each device, of float32 [n]: all live amax values, then 1 or 0 for whether each layer ran. Nothing here
+    waits for the device.
     """
     by_device: dict[torch.device, list[DelayedState]] = defaultdict(list)
     for layer in layers:
@@ -171,7 +172,7 @@ def roll(layers: Iterable[DelayedState], reduce: Reducer | None = None) -> None:
             by_device[_buffer(layer, ROLLS).device].append(layer)
     for group in by_device.values():
         pending = torch.stack([_buffer(layer, PENDING) for layer in group])
-        _roll_on_device(group, pending, reduce)
+        _roll_on_device(group, pending, reducer)
 
 
 def roll_before_forward(layer: DelayedState) -> None:
@@ -180,7 +181,7 @@ def roll_before_forward(layer: DelayedState) -> None:
     if "grad_output" in layer.delayed_rules:
         # a backward leaves the amax of grad_output in its live slot, NaN included
         pending = pending & (_history(layer, "grad_output")[0] != 0)
-    _roll_on_device([layer], pending.reshape(1), None)
+    _roll_on_device([layer], pending.reshape(1), SINGLE_PROCESS)
 
 
 def clear(layers: Iterable[DelayedState]) -> None:
@@ -200,14 +201,14 @@ class _Entry(NamedTuple):
 
 
 @torch.no_grad()
-def _roll_on_device(layers: list[DelayedState], pending: Tensor, reduce: Reducer | None) -> None:
+def _roll_on_device(layers: list[DelayedState], pending: Tensor, reducer: Reducer) -> None:
     groups: dict[tuple[Format, Delayed], list[_Entry]] = defaultdict(list)
     for at, layer in enumerate(layers):
         for role, rule in layer.delayed_rules.items():
             groups[rule.format, rule.scale].append(_Entry(at, _history(layer, role), _buffer(layer, role + SCALE)))
     live = {key: torch.stack([entry.history[0] for entry in entries]) for key, entries in groups.items()}
-    if reduce is not None:  # one collective for all
-        reduced = reduce(torch.cat([*live.values(), pending.float()]))
+    if reducer is not SINGLE_PROCESS:  # one collective for all
+        reduced = reducer.max_(torch.cat([*live.values(), pending.float()]))
         *parts, ran = reduced.split([*(len(part) for part in live.values()), len(layers)])
         live, pending = dict(zip(live, parts, strict=True)), ran > 0
     rolls = torch.stack([_buffer(layer, ROLLS) for layer in layers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from narrowgauge.layers.linear import Linear
@@ -37,12 +38,14 @@ def skip_reason(module: nn.Module) -> str | None:
     """Why a module that is an nn.Linear cannot be swapped, or None."""
     if not isinstance(module, nn.Linear):
         return None
+    if isinstance(module._parameters.get("weight"), UninitializedParameter):
+        return "its size is not known yet: run one forward pass before converting"
     if parametrize.is_parametrized(module):
         names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
         return f"parametrized ({names}): remove the parametrization to convert it"
     if type(module) not in (nn.Linear, Linear):
         owner = "a forward of its own" if type(module).forward is not nn.Linear.forward else "a class of its own"
         return f"{type(module).__name__} is a subclass of nn.Linear with {owner}"
-    if "weight" not in module._parameters:
+    if type(module) is nn.Linear and "weight" not in module._parameters:
         return "its weight is computed by a hook (weight_norm, spectral_norm): remove it to convert the layer"
     return None

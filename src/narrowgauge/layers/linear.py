@@ -25,7 +25,7 @@ class Linear(DelayedState, nn.Linear):
     """y = x @ weight.T + bias, with operands cast by a recipe in forward and backward.
 
     Made from an nn.Linear by `convert`, which swaps the class in place: parameters, hooks and ties stay the very same
-    objects. x: [..., in_features] float32, bfloat16 or float16. Returns [..., out_features] in autocast's dtype inside
+    objects. x: [..., in_features] of a floating dtype. Returns [..., out_features] in autocast's dtype inside
     an autocast region, else in x's dtype. A layer that `convert` has not configured is an nn.Linear.
 
     recipe: the recipe, resolved. quantized: False where the layer is kept in the recipe's compute dtype. reason: why.
@@ -120,20 +120,36 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def check_operands(layer: nn.Linear, x: Tensor) -> None:
-    """Raise ConversionError where the weight is not there, or its shape does not fit the input."""
+    """Raise ConversionError where the input is no floating tensor, or the weight is not there or does not fit it."""
     weight = layer.weight
     where = f"Linear(in_features={layer.in_features}, out_features={layer.out_features})"
+    if not x.is_floating_point() or x.ndim == 0:
+        raise ConversionError(
+            f"{where}: expected floating values [..., {layer.in_features}], found {x.dtype} {list(x.shape)}: convert "
+            "them first, e.g. with x.float()"
+        )
     if weight.is_meta and not x.is_meta:
         raise ConversionError(
             f"{where}: its weight is on the meta device and has no values: call model.to_empty(device=...) and "
             "initialise or load it before the forward pass"
+        )
+    if weight.device != x.device:
+        raise ConversionError(
+            f"{where}: its weight is on {weight.device}, and the input on {x.device}: move one to the other's device"
         )
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or (weight.shape[0] == 0) != (layer.out_features == 0):
         raise ConversionError(
             f"{where}: input [..., {x.shape[-1]}] does not fit the weight {list(weight.shape)}: if its storage was "
             "replaced, restore it before the forward pass"
         )
-    if torch.compiler.is_compiling() or weight.is_meta or type(weight) is not nn.Parameter:
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        raise ConversionError(
+            f"{where}: torch.func transforms (vmap, grad, jvp) do not reach through a layer that casts its operands: "
+            "transform a model that is not prepared, or prepare it with recipe 'fp32'"
+        )
+    if weight.is_meta or type(weight) is not nn.Parameter:
         return
     if weight.numel() and weight.untyped_storage().nbytes() == 0:
         raise ConversionError(f"{where}: the storage of its weight was freed: restore it before the forward pass")

@@ -87,18 +87,20 @@ def report(model: nn.Module) -> ConversionReport:
 def _row(name: str, module: nn.Module) -> Row | None:
     label = type(module).__name__
     kind = kind_of(module)
-    if kind is Kind.SKIPPED:
-        return Row(name, label, SKIPPED, "torch", skip_reason(module) or "")
-    if isinstance(module, Linear) and module.recipe is not None:
+    if isinstance(module, Linear) and module.recipe is not None:  # whatever was registered on it since
         backend = module.training_casts.describe(_device(module))
         reason = f"{module.reason}; {_products(module)}"
         return Row(name, label, CONVERTED if module.quantized else KEPT, backend.name, reason)
+    if kind is Kind.SKIPPED:
+        return Row(name, label, SKIPPED, "torch", skip_reason(module) or "")
     if kind is Kind.LINEAR:
         return Row(name, label, KEPT, "torch", "runs in its own dtype: nothing to convert, or not converted yet")
     if isinstance(module, (LayerNorm, RMSNorm)):
         return Row(name, label, CONVERTED, "torch", "statistics in float32")
     if kind is Kind.NORM or module._parameters:
-        return Row(name, label, KEPT, "torch", "no linear layer: runs as it is" if kind is Kind.OTHER else "as it is")
+        return Row(
+            name, label, KEPT, "torch", "no torch.nn.Linear: runs as it is" if kind is Kind.OTHER else "as it is"
+        )
     return None
 
 
@@ -114,7 +116,9 @@ def _products(module: Linear) -> str:
 
 
 def _device(module: nn.Linear) -> torch.device:
+    # not by its weight, which a parametrization computes anew at every look
+    stored = next(module.parameters())
     # a layer that is still on the meta device is described as for the device that it will most likely get
-    if not module.weight.is_meta:
-        return module.weight.device
+    if not stored.is_meta:
+        return stored.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

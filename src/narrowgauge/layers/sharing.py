@@ -60,6 +60,9 @@ def _close(parent: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     # an exception may have skipped the opening hook of this parent, or the closing one of a child
-    if any(owner is parent for owner, _ in _scopes.open):
-        while _scopes.open.pop()[0] is not parent:
-            pass
+    if not any(owner is parent for owner, _ in _scopes.open):
+        return
+    owner = None
+    while owner is not parent:
+        owner, store = _scopes.open.pop()
+        store.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,14 +28,21 @@ class AutocastForward:
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # another library's replacement
 
     @property
-    def plain(self) -> Callable[..., Any]:
-        """The forward without autocast."""
-        return self.inner if self.inner is not None else type(self.module).forward.__get__(self.module)
-
-    @property
     def __signature__(self) -> inspect.Signature:
         # trainers read the signature to learn which inputs a model takes
-        return inspect.signature(self.plain)
+        return inspect.signature(type(self.module).forward.__get__(self.module) if self.inner is None else self.inner)
+
+    @property
+    def __code__(self) -> CodeType:
+        # torch.export reads it for the name and place of what it traces
+        return (type(self.module).forward if self.inner is None else inspect.unwrap(self.inner)).__code__
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward without autocast."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        # not as a bound method: where torch.compile breaks the graph it would fetch that anew, as module.forward
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device_type = device_of(self.module).type

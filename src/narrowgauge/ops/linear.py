@@ -96,7 +96,9 @@ class _Linear(torch.autograd.Function):
             ctx.saved[gemm.name] = _Saved(len(tensors), None if again else cast.format)
             tensors += [weight, None] if again else [cast.codes, cast.dequant_scale]
         ctx.save_for_backward(*tensors)
-        ctx.call, ctx.input_shape, ctx.bias_dtype = call, x.shape, None if bias is None else bias.dtype
+        # without the shared casts: they hold inputs, whose graph holds this node, and no collector sees such a cycle
+        ctx.call = call._replace(caster=call.caster._replace(shared=None))
+        ctx.input_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod

@@ -63,3 +63,33 @@ def test_compiled_training_is_eager_training(recipe: str, managed: bool) -> None
 def test_compiled_training_with_checkpointing_is_eager_training(recipe: str) -> None:  # case 111
     for a, b in zip(train(recipe, True, True, True), train(recipe, True, True, False), strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=0, atol=1e-5)
+
+
+class Broken(Mlp):
+    def block(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        return self.down(y)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, at the break
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("fp8_delayed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_graph_break_changes_nothing(recipe: str, in_place: bool) -> None:
+    torch._dynamo.reset()
+    model = Broken(recompute=False)
+    ng.prepare(model, None, recipe)
+    x = torch.randn(8, 32)
+    expected = model(x)
+    if in_place:
+        model.compile(backend="eager")
+    run = model if in_place else torch.compile(model, backend="eager")
+    assert torch.equal(run(x), expected)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp8_current"])
+def test_a_prepared_model_exports(recipe: str) -> None:
+    model, x = Mlp(recompute=False).eval(), torch.randn(8, 32)
+    ng.prepare(model, None, recipe)
+    exported = torch.export.export(model, (x,))
+    assert torch.equal(exported.module()(x), model(x))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from states import assert_same_state, state_of
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 import narrowgauge as ng
@@ -72,6 +73,39 @@ def test_subclasses_and_computed_weights_are_skipped_and_reported() -> None:  # 
     assert [report[str(at)].status for at in range(6)] == [SKIPPED, SKIPPED, SKIPPED, CONVERTED, KEPT, SKIPPED]
     for at, words in ((0, "a forward of its own"), (1, "subclass"), (2, "parametrized (weight)"), (5, "hook")):
         assert words in report[str(at)].reason
+
+
+def test_the_report_tells_what_runs_whatever_is_registered_on_a_layer_later() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    ng.convert(model, "fp8_current")
+    weight_norm(model[0])
+    prune.l1_unstructured(model[1], "weight", amount=0.5)
+    x = torch.randn(4, 32)
+    for at in range(3):
+        off = (model[at](x) - nn.functional.linear(x, model[at].weight, model[at].bias)).norm()
+        assert off > 0.01  # FP8
+        assert (ng.report(model)[str(at)].status, ng.report(model)[str(at)].backend) == (CONVERTED, "emulated")
+    report = ng.convert(model, "bf16")
+    assert "FP8" not in report["1"].reason and report["1"].status == KEPT
+    assert "E4M3FN" in report["0"].reason and report["0"].status == CONVERTED
+
+
+def test_a_layer_without_a_size_says_what_to_do() -> None:
+    model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
+    report = ng.convert(model, "fp8_current")
+    assert report["0"].status == SKIPPED and "run one forward pass before" in report["0"].reason
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Conv1d(16, 16, 1)), "no torch.nn.Linear that can be converted"),
+        (nn.Sequential(nn.Linear(16, 4), nn.GELU()), "'0' is kept"),
+    ],
+)
+def test_a_recipe_that_quantizes_nothing_of_a_model_says_so(model: nn.Module, reason: str) -> None:
+    with pytest.warns(UserWarning, match=f"none of this model's is quantized: .*{reason}"):
+        ng.convert(model, "fp8_current")
 
 
 def test_a_shared_layer_is_converted_once_and_stays_shared() -> None:  # case 59
@@ -173,7 +207,7 @@ def test_norm_statistics_are_float32_for_half_inputs(kind: type[nn.Module]) -> N
 def test_ties_stay(mlp) -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(64, 32), "lm_head": nn.Linear(32, 64, bias=False)})
     model["lm_head"].weight = model["embedding"].weight
-    ng.convert(model, "fp8_current")
+    ng.convert(model, ng.recipe("fp8_current", exclude=()))
     assert model["lm_head"].weight is model["embedding"].weight
 
 

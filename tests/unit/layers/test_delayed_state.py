@@ -275,14 +275,24 @@ def test_an_empty_batch_changes_no_state(mlp) -> None:  # case 54
 
 def test_the_reducer_takes_the_maximum_over_ranks(mlp) -> None:
     models = [prepared(mlp(), ng.DelayedScaling(amax_history_len=2))[0] for _ in range(2)]
-    packed = []
+    packed: list[torch.Tensor] = []
+
+    class Keep:
+        def max_(self, amax: torch.Tensor) -> torch.Tensor:
+            packed.append(amax.clone())
+            return amax
+
+    class OtherRank:
+        def max_(self, amax: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(amax, packed[1])
+
     for factor, model in zip((1.0, 3.0), models, strict=True):
         model(torch.ones(4, 32) * factor).sum().backward()
-        delayed.roll([model[0], model[2]], lambda live: packed.append(live.clone()) or live)
+        delayed.roll([model[0], model[2]], Keep())
     assert len(packed) == 2  # one collective a step
     model = prepared(mlp(), ng.DelayedScaling(amax_history_len=2))[0]
     model(torch.ones(4, 32)).sum().backward()
-    delayed.roll([model[0], model[2]], lambda live: torch.maximum(live, packed[1]))
+    delayed.roll([model[0], model[2]], OtherRank())
     assert model[0].delayed_slots()["input"].history.tolist() == [0.0, 3.0]
 
 

@@ -47,7 +47,60 @@ def test_scale_of_float16_activations_is_float32() -> None:  # case 3
     y = layer(x)
     y.sum().backward()
     assert y.dtype is torch.float16 and y.isfinite().all() and x.grad.isfinite().all()
-    assert relative_error(y, exact) <= 0.06
+    assert 0.01 <= relative_error(y, exact) <= 0.06  # x is exact in its codes, the weight is not
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+@pytest.mark.parametrize(("in_features", "out_features"), [(17, 31), (64, 101)])
+@pytest.mark.parametrize("rows", [(1,), (3, 5), (7,)])
+def test_sizes_that_are_no_multiple_of_16(recipe: str, in_features: int, out_features: int, rows) -> None:  # case 49
+    layer = nn.Linear(in_features, out_features)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    ng.prepare(layer, optimizer, ng.recipe(recipe, emulation="exact"), autocast=False)
+    assert layer.quantized
+    draws = [(torch.randn(*rows, in_features), torch.randn(*rows, out_features)) for _ in range(16)]
+    noise, signal = torch.zeros(3), torch.zeros(3)
+    for at, (x, g) in enumerate([*draws, *draws]):  # the first round gives delayed scaling its history
+        x = x.clone().requires_grad_()
+        optimizer.zero_grad()
+        y = layer(x)
+        y.backward(g)
+        flat_x, flat_g = x.detach().flatten(0, -2), g.flatten(0, -2)
+        found = (y.detach() - bias, x.grad, layer.weight.grad)
+        exact = (x.detach() @ weight.t(), g @ weight, flat_g.t() @ flat_x)
+        assert [value.shape for value in found] == [value.shape for value in exact]
+        torch.testing.assert_close(layer.bias.grad, flat_g.sum(0))
+        if at >= len(draws):
+            noise += torch.stack([(a - b).square().sum() for a, b in zip(found, exact, strict=True)])
+            signal += torch.stack([b.square().sum() for b in exact])
+        optimizer.step()
+    # around the measured 3.8 % and 5.9 %; below, nothing was cast
+    windows = ((0.025, 0.06), (0.04, 0.09), (0.04, 0.09))
+    for error, (low, high) in zip((noise / signal).sqrt().tolist(), windows, strict=True):
+        assert low <= error <= high
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_an_empty_batch_gives_zero_gradients(recipe: str, shape: tuple[int, ...]) -> None:  # case 54
+    layer = nn.Linear(16, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    ng.prepare(layer, optimizer, recipe)
+    layer(torch.randn(4, 16)).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = state_of(layer)
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 32)
+    y.backward(torch.zeros_like(y))
+    assert x.grad.shape == shape
+    for p in layer.parameters():
+        assert p.grad.shape == p.shape and not p.grad.any()
+    optimizer.step()
+    assert_same_state(before, state_of(layer))
+    assert all(value.isfinite().all() for value in before.values())
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
@@ -201,7 +254,7 @@ def test_evaluation_mode_runs_in_what_the_recipe_says(evaluation: str) -> None:
     if evaluation == "same":
         assert torch.equal(layer(x), trained)
     elif evaluation == "compute":
-        assert error < 0.005  # bf16
+        assert 5e-4 < error < 0.005  # bf16
     else:
         assert 0.02 < error < 0.06  # E4M3 with a current scale
 

@@ -327,7 +327,7 @@ def test_scales_are_computed_in_float32_whatever_the_input_is():
     assert scale.dtype is torch.float32
     assert scale.item() == pytest.approx(1.1163e-5, rel=1e-4)
     assert y.dtype is torch.float16 and y.isfinite().all()
-    assert relative_error(y, x.float() @ weight.t()) <= 0.06
+    assert 0.01 <= relative_error(y, x.float() @ weight.t()) <= 0.06  # x is exact in its codes, the weight is not
     y.sum().backward()
     assert x.grad.isfinite().all() and weight.grad.isfinite().all()
 

@@ -59,6 +59,7 @@ def test_no_clip_measures_only() -> None:
     assert result.grad_norm == 5.0 and model.weight.tolist() == [-3.0, -4.0]
 
 
+@pytest.mark.filterwarnings("ignore:.*none of this model's is quantized:UserWarning")
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16", "fp8_current", "fp8_delayed"])
 def test_micro_batches_are_summed_in_float32(recipe: str) -> None:  # case 28
     model = Dot(1)
