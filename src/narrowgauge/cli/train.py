@@ -8,46 +8,18 @@ from narrowgauge.cli.arguments import Parser
 
 EXIT_INTERRUPTED = 130
 
-_HELP = """usage: narrowgauge train [--config FILE] [--KEY VALUE ...]
-
-Train a language model. Without options: a small GPT in FP8 on text that every Python carries, in a few minutes on two
-CPU cores. Files and keys are read in the order given, later ones win; values are YAML; keys are never abbreviated.
-
-examples:
-  narrowgauge train
-  narrowgauge train --recipe bf16 --steps 200 --optimizer.lr 1e-3
-  narrowgauge train --recipe fp8_current --recipe_fields "{{tf32: true}}" --data.corpus "texts/*.txt"
-  narrowgauge train --config runs/NAME/config.yaml --name again --seed 1
-
-options:
-  -h, --help
-      this text
-  --config FILE
-      a YAML file of the keys below, nested at the dots
-  --json
-      print the closing tables as JSON; progress goes to standard error
-  --debug
-      after an error, the traceback too
-
-keys, with their defaults:
-{keys}
-"""
-
 
 def train(argv: Sequence[str]) -> int:
     """Train as `argv` says; 130 where the run was interrupted and saved."""
-    from narrowgauge.cli.config import help_text, parse_config
+    from narrowgauge.cli.config import parse_arguments
 
-    if any(word in ("-h", "--help") for word in argv):
-        print(_HELP.format(keys=help_text()), end="")
-        return 0
-    config = parse_config([word for word in argv if word != "--json"])
+    config, as_json = parse_arguments(argv)
 
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import run
 
-    with Reporter(log_every=config.log_every, as_json="--json" in argv) as reporter:
+    with Reporter(log_every=config.log_every, as_json=as_json) as reporter:
         result = run(config, reporter)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
 

@@ -63,7 +63,7 @@ def test_help_answers_within_a_second_beyond_torch(words):
         (["train", "--data.corpus", "nowhere/*.txt"], "no file matches"),
         (["train", "--data.vocab_size", "100000000000000"], "at most"),
         (["train", "--seed", "99999999999999999999999"], "seed"),
-        (["train", "--optimizer", "fast", "--optimizer.lr", "1"], "give only one of them"),
+        (["train", "--optimizer", "fast", "--optimizer.lr", "1"], "optimizer: expected keys and values"),
         (["train", "--recipe_fields", "{1: 2}"], "expected names"),
         (["chart", "--markdown", "--json"], "found both"),
     ],
