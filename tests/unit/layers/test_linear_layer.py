@@ -461,6 +461,28 @@ class Attention(nn.Module):
         return y + self.v(x)
 
 
+def test_a_shared_store_is_seen_by_its_own_thread_only() -> None:  # case 116
+    model, seen = Attention(), []
+    ng.convert(model, "fp8_current")
+    x = torch.randn(8, 32)
+    expected = model(x)
+
+    def look() -> None:
+        seen.append(sharing.current())
+        seen.append(model(x))
+
+    def meanwhile(*_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+            assert sharing.current() is not None
+
+    model.q.register_forward_hook(meanwhile)
+    assert torch.equal(model(x), expected)
+    assert seen[0] is None and torch.equal(seen[1], expected)
+
+
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
 def test_siblings_save_one_copy_of_a_shared_input(recipe: str) -> None:
     def saved(share: bool) -> tuple[int, torch.Tensor]:
