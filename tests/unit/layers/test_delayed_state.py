@@ -187,7 +187,7 @@ def test_saved_state_does_not_grow(mlp) -> None:  # case 17
                 gc.collect()
                 alive.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
     assert sizes[0] == sizes[1]
-    assert alive[0] == alive[1]  # no step leaves a tensor behind
+    assert alive[0] >= alive[1]  # no step leaves a tensor behind; those of earlier tests may go meanwhile
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(16, 4), (4, 16), (1, 4), (4, 1)])
