@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NarrowgaugeError, OSError) as error:
         if "--debug" in argv:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        is_ours = isinstance(error, NarrowgaugeError)
+        advice = "" if is_ours else ": expected files that can be read and written: make room, or look at the path"
+        print(f"error: {error}{advice}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError | RecipeError) else EXIT_FAILED
     except (MemoryError, RuntimeError) as error:
         if "--debug" in argv or not _is_out_of_memory(error):

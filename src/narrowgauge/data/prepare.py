@@ -179,14 +179,15 @@ class _Writer:
 
     def _flush(self) -> None:
         for ids in self._tokenizer.encode_documents(self._waiting):
-            np.append(ids, self._tokenizer.end_id).astype(self._dtype).tofile(self._tokens)
+            # not tofile, which loses what a full disk refuses without a word
+            self._tokens.write(np.append(ids, self._tokenizer.end_id).astype(self._dtype).tobytes())
             self._offsets.append(self._offsets[-1] + len(ids) + 1)
         self._text_bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = [], 0
 
     def finish(self) -> dict[str, int]:
         self._flush()
-        np.array(self._offsets, dtype=np.int64).tofile(self._offsets_path)
+        self._offsets_path.write_bytes(np.array(self._offsets, dtype=np.int64).tobytes())
         return {"text_bytes": self._text_bytes, "documents": len(self._offsets) - 1, "tokens": self._offsets[-1]}
 
     def close(self) -> None:

@@ -91,6 +91,8 @@ def write_file(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
         _fsync(path.parent)
+    except OSError as error:  # a write that failed does not know its file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

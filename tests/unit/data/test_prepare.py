@@ -2,6 +2,8 @@ import dataclasses
 import errno
 import multiprocessing
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +237,16 @@ def test_the_default_corpus_gives_bits_per_byte_from_its_byte_counts(tmp_path):
     split = dataset.validation
     assert split.text_bytes == len(split.tokens) - split.documents
     assert split.bytes_per_token == pytest.approx(split.text_bytes / len(split.tokens))
+
+
+def test_a_full_disk_never_leaves_tokens_that_were_cut_short(tmp_path):
+    """In a process of its own, whose files may not grow beyond 20000 bytes: a stand-in for a full disk."""
+    (tmp_path / "a.txt").write_text("the narrow gauge line ran twice a day\n" * 400)
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "from narrowgauge.data.prepare import DataConfig, prepare_data\n"
+        "prepare_data(DataConfig(corpus='a.txt', tokenizer='bytes'), 'cache')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "DataError: cannot write the token cache cache" in done.stderr
+    assert not list((tmp_path / "cache").iterdir())
