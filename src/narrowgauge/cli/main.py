@@ -44,6 +44,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` without the program's name, `sys.argv[1:]` by default."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (Python's None where a shell closed it: `>&-`)
     for stream in (sys.stdout, sys.stderr):  # sampled text on a terminal that is not UTF-8 must not end the command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

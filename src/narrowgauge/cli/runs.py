@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -73,17 +74,19 @@ def generate(argv: Sequence[str]) -> int:
     from narrowgauge.train.sample import sample_text
     from narrowgauge.train.trained import Trained
 
+    # bytes that the locale cannot read come as lone surrogates, which are no text
+    prompt = os.fsencode(arguments.prompt).decode("utf-8", errors="replace")
     trained = Trained.open(arguments.run, arguments.checkpoint, arguments.device)
     text = sample_text(
         trained.model,
         trained.tokenizer,
-        arguments.prompt,
+        prompt,
         arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         seed=arguments.seed,
     )
-    print(arguments.prompt + text)
+    print(prompt + text)
     return 0
 
 

@@ -140,6 +140,13 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert "code" in done.stderr
 
 
+def test_a_standard_output_that_the_shell_closed_is_no_error():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m narrowgauge chart >&-"], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_output_survives_a_terminal_that_is_not_utf8(encoding):
     done = run_program("doctor", env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"})

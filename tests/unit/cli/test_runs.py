@@ -148,6 +148,7 @@ def test_generation_starts_with_the_prompt_and_repeats_with_the_seed(run, capsys
         return capsys.readouterr().out
 
     assert written().startswith("the quick")
+    assert written("--prompt", os.fsdecode(b"\xff")).startswith("\ufffd")  # no UTF-8
     assert written("--seed", "3") == written("--seed", "3")
     assert written("--temperature", "0") == written("--temperature", "0", "--seed", "9")
 
