@@ -18,6 +18,8 @@ export OMP_WAIT_POLICY ?= passive
 
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
+# processes that share the tests
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check format bench gpu-check docs clean
@@ -37,14 +39,14 @@ train: $(RUN_STAMP) ## train a small GPT in FP8 on text that every Python carrie
 	$(BIN)/narrowgauge train $(TRAIN_FLAGS)
 
 test: $(DEV_STAMP) ## run every test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS)
 
 check: $(DEV_STAMP) ## format, lint, types, layers, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_FLAGS)
 
 format: $(DEV_STAMP) ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff check --fix .

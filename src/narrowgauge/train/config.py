@@ -72,7 +72,7 @@ class TrainConfig:
     sequence_length: int = 0
     accumulation: int = 1
     clip: float = 1.0
-    steps: int = 300
+    steps: int = 200
     eval_every: int = 100
     eval_batches: int = 20
     save_every: int = 100
