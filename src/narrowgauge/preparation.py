@@ -17,13 +17,11 @@ from narrowgauge.numerics.formats import BF16, FP16, FP32
 from narrowgauge.optim.groups import check_optimizer, is_plain_sgd, match_state_dtypes, replace_parameters
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard
 from narrowgauge.recipes import library
-from narrowgauge.recipes.spec import CastSpec, Recipe
+from narrowgauge.recipes.spec import COMM_ROLES, CastSpec, Recipe
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 Model = TypeVar("Model", bound=nn.Module)
 OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
-
-COMM_ROLES = ("grad_comm", "param_comm", "activation_comm", "pipeline_comm")
 
 
 def prepare(
