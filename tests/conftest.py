@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -11,10 +12,13 @@ import torch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that need a GPU where there is none; the closing line counts them as deselected."""
-    if torch.cuda.is_available():
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    """Leave out the tests that this machine cannot run; the closing line counts them as deselected."""
+    present = {
+        "gpu": torch.cuda.is_available(),
+        "compiler": any(shutil.which(name) for name in ("g++", "c++", "clang++")),
+    }
+    missing = [marker for marker, found in present.items() if not found]
+    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in missing)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -127,6 +127,7 @@ def test_tensorboard_files_are_written_beside_the_journal(make_config) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports torch.jit
 @pytest.mark.parametrize("recipe", ["fp8_delayed"])
 def test_compiled_steps_agree_with_eager_ones(recipe: str, make_config) -> None:

@@ -75,12 +75,14 @@ def test_a_traced_layer_equals_eager_bitwise(casts):
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.parametrize("casts", CASTS.values(), ids=CASTS.keys())
 def test_a_compiled_layer_equals_eager_bitwise(casts):
     check(casts, "inductor")
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_a_compiled_layer_keeps_the_roundings_of_operands_that_are_widened_for_the_product(monkeypatch):
     monkeypatch.setattr(backends, "FAST_BF16", None)
     check(CASTS["BF16"], "inductor")

@@ -108,6 +108,7 @@ def test_an_in_place_step_compiles_in_one_graph() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own imports
 def test_dequantizing_compiles_with_inductor() -> None:
     module, x = layer(SCALED_FP16), torch.randn(4, 8)
