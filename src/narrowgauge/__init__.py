@@ -23,7 +23,10 @@ __version__ = "0.1.0"
 # public name -> the module that defines it; loaded on first use, so that importing the package stays cheap
 _HOMES = {
     "CastSpec": "recipes.spec",
-    "PER_TENSOR": "recipes.spec",
+    "PER_TENSOR": "numerics.granularity",
+    "PER_ROW": "numerics.granularity",
+    "PER_COLUMN": "numerics.granularity",
+    "Block": "numerics.granularity",
     "Recipe": "recipes.spec",
     "DelayedScaling": "recipes.library",
     "recipe": "recipes.library",
@@ -32,9 +35,13 @@ _HOMES = {
     "CURRENT_POW2": "numerics.scaling",
     "TENSOR_POW2": "numerics.scaling",
     "E8M0_UP": "numerics.scaling",
+    "E8M0_FLOOR": "numerics.scaling",
+    "NVFP4": "numerics.scaling",
     "NONE": "numerics.scaling",
     "Delayed": "numerics.scaling",
     "NEAREST_EVEN": "numerics.rounding",
+    "STOCHASTIC": "numerics.rounding",
+    "Hadamard": "numerics.hadamard",
     "QuantizedTensor": "tensors.quantized",
     "quantize": "tensors.quantized",
     "ConversionReport": "layers.report",
@@ -48,31 +55,43 @@ _HOMES = {
     "load": "train.checkpoint",
     "ledger": "observe.ledger",
 }
-_MODULES = {"formats": "numerics.formats", "optim": "optim"}
+_MODULES = {"formats": "numerics.formats", "optim": "optim", "recipes": "recipes"}
 
 if TYPE_CHECKING:  # so that type checkers and editors see the names
-    from narrowgauge import optim
+    from narrowgauge import optim, recipes
     from narrowgauge.layers.autocast import autocast
     from narrowgauge.layers.convert import convert
     from narrowgauge.layers.report import ConversionReport, report
     from narrowgauge.numerics import formats
-    from narrowgauge.numerics.rounding import NEAREST_EVEN
-    from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_UP, NONE, TENSOR_POW2, Delayed
+    from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
+    from narrowgauge.numerics.hadamard import Hadamard
+    from narrowgauge.numerics.rounding import NEAREST_EVEN, STOCHASTIC
+    from narrowgauge.numerics.scaling import (
+        CURRENT,
+        CURRENT_POW2,
+        E8M0_FLOOR,
+        E8M0_UP,
+        NONE,
+        NVFP4,
+        TENSOR_POW2,
+        Delayed,
+    )
     from narrowgauge.observe.ledger import ledger
     from narrowgauge.optim.clip import clip_grad_norm_
     from narrowgauge.optim.scaler import LossScaler
     from narrowgauge.preparation import prepare
     from narrowgauge.recipes.library import DelayedScaling, recipe, recipe_names
-    from narrowgauge.recipes.spec import PER_TENSOR, CastSpec, Recipe
+    from narrowgauge.recipes.spec import CastSpec, Recipe
     from narrowgauge.tensors.quantized import QuantizedTensor, quantize
     from narrowgauge.train.checkpoint import load, save
 
 __all__ = [
-    "CURRENT", "CURRENT_POW2", "CastSpec", "CheckpointError", "ConfigError", "ConversionError", "ConversionReport",
-    "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_UP", "LossScaler", "NEAREST_EVEN", "NONE",
-    "NarrowgaugeError", "PER_TENSOR", "QuantizedTensor", "Recipe", "RecipeError", "TENSOR_POW2", "autocast",
-    "clip_grad_norm_", "convert", "formats", "ledger", "load", "optim", "prepare", "quantize", "recipe", "recipe_names",
-    "report", "save",
+    "Block", "CURRENT", "CURRENT_POW2", "CastSpec", "CheckpointError", "ConfigError", "ConversionError",
+    "ConversionReport", "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_FLOOR", "E8M0_UP",
+    "Hadamard", "LossScaler", "NEAREST_EVEN", "NONE", "NVFP4", "NarrowgaugeError", "PER_COLUMN", "PER_ROW",
+    "PER_TENSOR", "QuantizedTensor", "Recipe", "RecipeError", "STOCHASTIC", "TENSOR_POW2", "autocast",
+    "clip_grad_norm_", "convert", "formats", "ledger", "load", "optim", "prepare", "quantize", "recipe",
+    "recipe_names", "recipes", "report", "save",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Casts: float32 to codes and back, by round to nearest even.
+"""Casts: float32 to codes and back, by round to nearest even or by stochastic rounding.
 
 Narrow formats saturate at +-max (so does infinity), wide ones overflow to infinity as IEEE 754 does; NaN stays NaN.
 `reference` holds the scalar twin, `kernels` the fast paths; all give the same bits.
@@ -21,23 +21,28 @@ class Rounding(Enum):
     """How a cast picks between the two neighbours of a value."""
 
     NEAREST_EVEN = "nearest even"
+    STOCHASTIC = "stochastic"
 
     def __repr__(self) -> str:
         return self.name
 
 
 NEAREST_EVEN = Rounding.NEAREST_EVEN
+STOCHASTIC = Rounding.STOCHASTIC
 
 
-def encode(x: Tensor, fmt: Format, *, saturating: bool | None = None) -> Tensor:
-    """Cast to codes of `fmt` by round to nearest even.
+def encode(x: Tensor, fmt: Format, *, saturating: bool | None = None, words: Tensor | None = None) -> Tensor:
+    """Cast to codes of `fmt` by round to nearest even or, with random words, stochastically.
 
     x: any floating dtype (float64 is rounded to float32 first), any shape. Returns a tensor of `fmt.dtype` of the same
     shape (formats below 8 bits: one code a byte, in the low bits; TF32: float32 values). `saturating` overrides what
-    the format does beyond its maximum: scaled FP16 storage saturates, FP16 arithmetic does not. Raises RecipeError for
-    NaN in a format that has none, and for `saturating=False` in one that has no infinity.
+    the format does beyond its maximum: scaled FP16 storage saturates, FP16 arithmetic does not. words: one random word
+    of 32 bits for each value, see `round_stochastically`. Raises RecipeError for NaN in a format that has none, and for
+    `saturating=False` in one that has no infinity.
     """
     x = x.float()
+    if words is not None:
+        x = round_stochastically(x, fmt, words)
     if fmt.saturating if saturating is None else saturating:
         x = x.clamp(-fmt.max if fmt.signed else 0.0, fmt.max)
     elif not fmt.has_inf:
@@ -53,6 +58,28 @@ def encode(x: Tensor, fmt: Format, *, saturating: bool | None = None) -> Tensor:
         _refuse_nan(x, fmt)
         return _encode_small(x, fmt)
     return x.to(fmt.dtype)
+
+
+def round_stochastically(x: Tensor, fmt: Format, words: Tensor) -> Tensor:
+    """Round to one of the two neighbours in `fmt`, the nearer the likelier: unbiased. In float32.
+
+    x: float32. words: int64 of the same shape, uniform in [0, 2^32). With f in [0, 1) the distance to the lower
+    neighbour (in magnitude) as a share of the gap, the upper one is taken where the word's top 24 bits, as an integer,
+    are less than f * 2^24. Values of the format, zeros, infinities, NaN and what lies beyond the maximum stay as they
+    are.
+    """
+    magnitude = x.double().abs()
+    if fmt.is_integer:
+        steps, gap_exponent = magnitude, torch.zeros_like(x, dtype=torch.int32)
+    else:
+        lowest = 1 - fmt.bias
+        exponent = torch.where(magnitude > 0, magnitude.frexp().exponent - 1, lowest).clamp(min=lowest)
+        gap_exponent = exponent - fmt.mantissa_bits
+        steps = torch.ldexp(magnitude, -gap_exponent)  # exact: float64 has the range
+    lower = steps.floor()
+    upwards = (words >> 8) < (steps - lower) * 2.0**24
+    rounded = torch.ldexp(lower + upwards, gap_exponent).float().copysign(x)
+    return torch.where(magnitude <= fmt.max, rounded, x)
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,6 +8,7 @@ Every division is tensor by tensor: `scalar / tensor` runs as `reciprocal * scal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError, closest
-from narrowgauge.numerics.formats import FP32, Format
+from narrowgauge.numerics import rounding
+from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E8M0FNU, FP32, Format
 
 FLT_MAX = FP32.max
 MAX_MARGIN = 64
@@ -30,6 +32,8 @@ class ScaleRule(Enum):
     CURRENT_POW2 = "current, power of two"  # the above with the mantissa cleared
     TENSOR_POW2 = "power of two per tensor"  # FP8-LM (MS-AMP)
     E8M0_UP = "E8M0, rounded up"  # NVIDIA's MXFP8 recipe
+    E8M0_FLOOR = "E8M0, rounded down: saturates"  # OCP MX v1.0, section 6.3
+    NVFP4 = "NVFP4: E4M3 per block, float32 per tensor"  # TransformerEngine, arXiv:2509.25149
 
     def __repr__(self) -> str:
         return self.name
@@ -80,6 +84,10 @@ CURRENT = ScaleRule.CURRENT
 CURRENT_POW2 = ScaleRule.CURRENT_POW2
 TENSOR_POW2 = ScaleRule.TENSOR_POW2
 E8M0_UP = ScaleRule.E8M0_UP
+E8M0_FLOOR = ScaleRule.E8M0_FLOOR
+NVFP4 = ScaleRule.NVFP4
+E8M0_RULES = (E8M0_UP, E8M0_FLOOR)
+POW2_RULES = (CURRENT_POW2, TENSOR_POW2, *E8M0_RULES)
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -95,10 +103,12 @@ def quant_scale_of(amax: Tensor, fmt: Format, rule: ScaleRule) -> Tensor:
         return torch.ones_like(amax)
     if rule is ScaleRule.TENSOR_POW2:
         return _tensor_pow2(amax, fmt)
-    if rule is ScaleRule.E8M0_UP:
+    if rule in E8M0_RULES:
         # 2^(127-e) of byte e, exact down to e = 254; byte 255 means NaN
-        byte = e8m0_byte_up(amax, fmt).int()
+        byte = e8m0_byte(amax, fmt, rule).int()
         return torch.where(byte == 255, torch.nan, torch.ldexp(torch.ones_like(amax), 127 - byte))
+    if rule is ScaleRule.NVFP4:
+        raise RecipeError("NVFP4 has two levels of scales: use block_scales")
     scale = torch.full_like(amax, fmt.max) / amax
     scale = torch.where(scale.isinf(), FLT_MAX, scale)
     scale = torch.where(amax.isfinite() & (amax > 0), scale, 1.0)
@@ -123,6 +133,87 @@ def e8m0_byte_up(amax: Tensor, fmt: Format) -> Tensor:
     byte = exponent + up.int()
     byte = torch.where(ratio.isinf(), 0xFE, byte)
     return torch.where(ratio.isnan(), 0xFF, byte).to(torch.uint8)
+
+
+def e8m0_byte_floor(amax: Tensor, fmt: Format) -> Tensor:
+    """The OCP MX scale byte (uint8) by the standard's own rule: floor(log2(amax)) less the exponent of the maximum.
+
+    Values up to twice the largest power of two of the format are mapped below it only if they fit: the block's maximum
+    saturates where its mantissa exceeds that of the format's maximum.
+    """
+    emax = math.frexp(fmt.max)[1] - 1
+    exponent = torch.where(amax > 0, amax.frexp().exponent - 1, -127 + emax) - emax
+    byte = (exponent + 127).clamp(0, 254)
+    byte = torch.where(amax.isinf(), 0xFE, byte)
+    return torch.where(amax.isnan(), 0xFF, byte).to(torch.uint8)
+
+
+def e8m0_byte(amax: Tensor, fmt: Format, rule: ScaleRule) -> Tensor:
+    """The scale byte (uint8) of an amax by E8M0_UP or E8M0_FLOOR."""
+    return e8m0_byte_floor(amax, fmt) if rule is ScaleRule.E8M0_FLOOR else e8m0_byte_up(amax, fmt)
+
+
+def block_scales(
+    amax: Tensor, fmt: Format, rule: ScaleRule, tensor_amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The scales of blocks: (quant_scale in float32, dequant_scale as it is stored), both of the shape of `amax`.
+
+    amax: float32, of every block. tensor_amax: 0-dimensional float32, for NVFP4 only. Stored are float32 factors, the
+    bytes of E8M0 (float8_e8m0fnu), or those of E4M3 (float8_e4m3fn) that stand for byte * tensor_amax / 2688.
+    A block with NaN has the stored scale NaN, unless it is float32 and the codes can say it; its quant_scale is 1.
+    """
+    if rule is ScaleRule.NVFP4:
+        assert tensor_amax is not None
+        return _nvfp4_scales(amax, tensor_amax)
+    quant_scale = quant_scale_of(amax, fmt, rule)
+    if rule in E8M0_RULES:
+        byte = e8m0_byte(amax, fmt, rule)
+        return torch.where(byte == 255, 1.0, quant_scale), byte.view(E8M0FNU.dtype)
+    stored = dequant_scale_of(quant_scale)
+    return quant_scale, stored if fmt.has_nan else torch.where(amax.isnan(), torch.nan, stored)
+
+
+def stored_dtype(rule: ScaleRule) -> torch.dtype:
+    """The dtype of the scales that `block_scales` stores."""
+    if rule is ScaleRule.NVFP4:
+        return E4M3FN.dtype
+    return E8M0FNU.dtype if rule in E8M0_RULES else torch.float32
+
+
+def _nvfp4_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The two levels of NVFP4, in the order of operations of TransformerEngine's reference."""
+    tensor_scale = (torch.full_like(tensor_amax, E2M1FN.max * E4M3FN.max) / tensor_amax).clamp(max=FLT_MAX)
+    sixth = torch.ones_like(tensor_amax) / torch.full_like(tensor_amax, E2M1FN.max)
+    byte = rounding.encode(amax * tensor_scale * sixth, E4M3FN)
+    inverse = rounding.decode(byte, E4M3FN) * (torch.ones_like(tensor_scale) / tensor_scale)
+    quant_scale = (torch.ones_like(inverse) / inverse).clamp(max=FLT_MAX)
+    return torch.where(quant_scale.isnan(), 1.0, quant_scale), byte
+
+
+def nvfp4_tensor_factor(tensor_amax: Tensor) -> Tensor:
+    """amax * fl(1/2688), what an E4M3 scale byte of 1 stands for: 0-dimensional float32."""
+    return tensor_amax * (torch.ones_like(tensor_amax) / torch.full_like(tensor_amax, E2M1FN.max * E4M3FN.max))
+
+
+def block_factors(dequant_scale: Tensor, tensor_amax: Tensor | None = None) -> Tensor:
+    """What the codes of each block are multiplied by, float32, from stored scales.
+
+    tensor_amax: for the bytes of NVFP4; left out, the factors lack the tensor's part, see `nvfp4_tensor_factor`.
+    """
+    factors = dequant_scale if dequant_scale.dtype is torch.float32 else _byte_values(dequant_scale)
+    if tensor_amax is None or dequant_scale.dtype is not E4M3FN.dtype:
+        return factors
+    inverse = torch.ones_like(tensor_amax) / torch.full_like(tensor_amax, E2M1FN.max * E4M3FN.max)
+    return factors * tensor_amax * inverse
+
+
+def _byte_values(stored: Tensor) -> Tensor:
+    """Float32 values of scale bytes; E8M0 by integer arithmetic: its byte 0 is a subnormal, which casts may flush."""
+    if stored.dtype is E4M3FN.dtype:
+        return rounding.decode(stored, E4M3FN)
+    byte = stored.view(torch.uint8).int()
+    bits = torch.where(byte == 0, 0x400000, byte << 23)
+    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def _tensor_pow2(amax: Tensor, fmt: Format) -> Tensor:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics import formats
 from narrowgauge.numerics.formats import Format
+from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.rounding import Rounding
 from narrowgauge.numerics.scaling import Delayed, Scale, ScaleRule
-from narrowgauge.recipes.spec import FIELDS, ROLES, CastSpec, Granularity, Recipe, check_fields
+from narrowgauge.recipes.spec import FIELDS, ROLES, CastSpec, Recipe, check_fields
 
 V = TypeVar("V")
 
@@ -58,7 +59,7 @@ def spec_from_dict(data: Mapping[str, Any], what: str = "cast") -> CastSpec:
         raise RecipeError(f"{what}: expected a 'format', found only {', '.join(data) or 'nothing'}")
     readers: dict[str, Callable[[Any], Any]] = {
         "format": lambda value: _look_up(f"{what} format", value, formats.ALL),
-        "granularity": lambda value: _look_up(f"{what} granularity", value, Granularity.__members__),
+        "granularity": lambda value: _granularity(f"{what} granularity", value),
         "scale": lambda value: _scale(what, value),
         "rounding": lambda value: _look_up(f"{what} rounding", value, Rounding.__members__),
     }
@@ -97,6 +98,16 @@ def _scale(what: str, data: Any) -> Scale | None:
         _check_keys(f"{what} scale", data, _DELAYED_KEYS)
         return Delayed(**data)
     return _look_up(f"{what} scale", data, ScaleRule.__members__)
+
+
+def _granularity(what: str, name: Any) -> Block:
+    found = Block.of_name(name) if isinstance(name, str) else None
+    if found is None:
+        known = [block.name for block in (PER_TENSOR, PER_ROW, PER_COLUMN)]
+        raise RecipeError(
+            f"{what}: unknown {name!r}: expected {', '.join(known)} or e.g. 1x128{closest(str(name), known)}"
+        )
+    return found
 
 
 def _look_up(what: str, name: Any, members: Mapping[str, V]) -> V:

@@ -9,20 +9,22 @@ from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics import kernels, scaling
-from narrowgauge.numerics.scaling import CURRENT, NONE, TENSOR_POW2, Delayed, ScaleRule
+from narrowgauge.numerics.scaling import CURRENT, NONE, NVFP4, TENSOR_POW2, Delayed, ScaleRule
 from narrowgauge.recipes.spec import CastSpec
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Operand(NamedTuple):
-    """What a cast leaves: `x ~ codes * dequant_scale`, and what it met on the way.
+    """What a cast leaves: `x ~ codes * block_scale * dequant_scale`, and what it met on the way.
 
-    codes: of the format's dtype, None where not asked for. dequant_scale: 0-dimensional float32; None for an unscaled
-    spec. carrier: the values of the codes, not multiplied by the scale, in the dtype asked for; None where not asked
-    for. amax: 0-dimensional float32, NaN or infinite where `x` holds such values; None for an unscaled spec that is not
-    counted. saturated, flushed: number of values beyond the format's maximum, and of non-zero values cast to zero, as
-    0-dimensional int64 tensors; None where not counted.
+    codes: of the format's dtype, None where not asked for. dequant_scale: 0-dimensional float32, the factor of the
+    whole tensor; None for an unscaled spec, and for tiles whose scales say all (all but NVFP4's). carrier: the values
+    of the codes, times block_scale but not times dequant_scale, in the dtype asked for; None where not asked for. amax:
+    0-dimensional float32, NaN or infinite where `x` holds such values; None for an unscaled spec that is not counted.
+    saturated, flushed: number of values beyond the format's maximum, and of non-zero values cast to zero, as
+    0-dimensional int64 tensors; None where not counted. block_scale: one for each tile, as `kernels.quantize_blocks`
+    stores it; None for a spec per tensor.
     """
 
     codes: Tensor | None
@@ -31,6 +33,7 @@ class Operand(NamedTuple):
     amax: Tensor | None
     saturated: Tensor | None
     flushed: Tensor | None
+    block_scale: Tensor | None = None
 
 
 def cast_operand(
@@ -41,15 +44,19 @@ def cast_operand(
     keep_codes: bool,
     carrier: torch.dtype | None,
     count: bool = False,
+    key: Tensor | None = None,
+    stream: int = 0,
 ) -> Operand:
     """Cast `x` by `spec`.
 
     x: float16, bfloat16, float32 or float64 (rounded to float32 first), any shape and strides: the result is that of
     `x.contiguous()`. A QuantizedTensor is read as the values that it stands for; one that already has the spec's format
     and a scale of its own gives its codes as they are. quant_scale: 0-dimensional float32, the multiplier to use; left
-    out, it follows from `x` (current scaling). keep_codes, carrier, count: which fields of the Operand to fill.
+    out, it follows from `x` (current scaling). keep_codes, carrier, count: which fields of the Operand to fill. key,
+    stream: source of the random bits of a stochastic spec, see `philox`; others ignore them. For a spec of blocks `x`
+    is a matrix.
 
-    Raises RecipeError for a spec with delayed scaling and no `quant_scale`.
+    Raises RecipeError for a spec with delayed scaling and no `quant_scale`, or a stochastic one and no `key`.
     """
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         kept = _codes_as_they_are(x, spec, quant_scale, carrier, count)
@@ -58,15 +65,58 @@ def cast_operand(
         x = _plain(x)
     if x.dtype is torch.float64:
         x = x.float()
+    key = _key_for(spec, key)
+    if spec.in_blocks:
+        return _cast_blocks(x, spec, keep_codes, carrier, count, key, stream)
     amax = kernels.amax(x) if spec.is_scaled or count else None
     if quant_scale is None and spec.is_scaled:
         assert amax is not None
         quant_scale = scaling.quant_scale_of(amax, spec.format, _current_rule(spec))
     dequant_scale = None if quant_scale is None else scaling.dequant_scale_of(quant_scale)
     result = kernels.quantize(
-        x, quant_scale, spec.format, saturating=saturates(spec), codes=keep_codes, carrier=carrier, count=count
+        x,
+        quant_scale,
+        spec.format,
+        saturating=saturates(spec),
+        codes=keep_codes,
+        carrier=carrier,
+        count=count,
+        key=key,
+        stream=stream,
     )
     return Operand(result.codes, dequant_scale, result.carrier, amax, result.saturated, result.flushed)
+
+
+def _key_for(spec: CastSpec, key: Tensor | None) -> Tensor | None:
+    if spec.is_stochastic and key is None:
+        raise RecipeError(
+            f"{spec}: stochastic rounding needs random bits, and no key was given: draw one from a generator"
+        )
+    return key if spec.is_stochastic else None
+
+
+def _cast_blocks(
+    x: Tensor,
+    spec: CastSpec,
+    keep_codes: bool,
+    carrier: torch.dtype | None,
+    count: bool,
+    key: Tensor | None,
+    stream: int,
+) -> Operand:
+    done = kernels.quantize_blocks(
+        x,
+        spec.format,
+        spec.granularity,
+        _current_rule(spec),
+        codes=keep_codes,
+        carrier=carrier,
+        count=count,
+        key=key,
+        stream=stream,
+    )
+    factor = scaling.nvfp4_tensor_factor(done.amax) if spec.scale is NVFP4 else None
+    return Operand(done.codes, factor, done.carrier, done.amax, done.saturated, done.flushed, done.dequant_scale)
 
 
 def saturates(spec: CastSpec) -> bool:
@@ -138,6 +188,8 @@ def _codes_as_they_are(
     from narrowgauge.tensors.quantized import QuantizedTensor
 
     if not isinstance(x, QuantizedTensor) or quant_scale is not None or count or x.spec != spec or not spec.is_scaled:
+        return None
+    if spec.in_blocks or spec.is_stochastic:
         return None
     values = None if carrier is None else kernels.dequantize(x.codes, None, spec.format, carrier)
     return Operand(x.codes, x.dequant_scale, values, x.amax, None, None)

@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics import scaling
+from narrowgauge.numerics import hadamard, scaling
 from narrowgauge.numerics.formats import E4M3FN, E5M2, Format
+from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import twin
+from narrowgauge.numerics.scaling import ScaleRule
 
 # below this many values a few torch operations are faster than the passage to Numba
 MIN_NUMBA = 1024
@@ -32,6 +34,20 @@ class Quantized(NamedTuple):
 
     codes: Tensor | None
     carrier: Tensor | None
+    saturated: Tensor | None
+    flushed: Tensor | None
+
+
+class BlockQuantized(NamedTuple):
+    """What `quantize_blocks` returns; None for what was not asked for.
+
+    dequant_scale: as it is stored, one for every block. amax: of the whole tensor, 0-dimensional float32.
+    """
+
+    codes: Tensor | None
+    carrier: Tensor | None
+    dequant_scale: Tensor
+    amax: Tensor
     saturated: Tensor | None
     flushed: Tensor | None
 
@@ -52,8 +68,10 @@ def quantize(
     codes: bool = True,
     carrier: torch.dtype | None = None,
     count: bool = False,
+    key: Tensor | None = None,
+    stream: int = 0,
 ) -> Quantized:
-    """Cast to codes of `fmt` by round to nearest even: codes = encode(x * quant_scale).
+    """Cast to codes of `fmt`: codes = encode(x * quant_scale).
 
     x: any floating dtype (float64 is rounded to float32 first), any shape and strides.
     quant_scale: float32, 0-dimensional, or broadcastable against `x`; None means 1.
@@ -61,13 +79,16 @@ def quantize(
     codes: return codes, contiguous, of `fmt.dtype`. As with Tensor.to, a wide cast that changes nothing may return `x`.
     carrier: return the values of the codes, without the scale, in this dtype, which a matrix product can read.
     count: return how many values had |x * quant_scale| > max, and how many that are not zero have a code that is.
+    key: int64, 0-dimensional: round stochastically by `philox.random_words(key, stream)`; None: to nearest even.
     Raises RecipeError as `rounding.encode` does.
     """
     if _is_traced(x):
-        outputs = torch.ops.narrowgauge.quantize(x, quant_scale, fmt.name, saturating, codes, carrier, count)
+        outputs = torch.ops.narrowgauge.quantize(
+            x, quant_scale, fmt.name, saturating, codes, carrier, count, key, stream
+        )
         wanted = (codes, carrier is not None, count, count)
         return Quantized(*(out if want else None for out, want in zip(outputs, wanted, strict=True)))
-    return quantize_eagerly(x, quant_scale, fmt, saturating, codes, carrier, count)
+    return quantize_eagerly(x, quant_scale, fmt, saturating, codes, carrier, count, key, stream)
 
 
 def dequantize(
@@ -87,6 +108,58 @@ def dequantize(
     if _is_traced(codes):
         return torch.ops.narrowgauge.dequantize(codes, dequant_scale, fmt.name, dtype)
     return dequantize_eagerly(codes, dequant_scale, fmt, dtype)
+
+
+def quantize_blocks(
+    x: Tensor,
+    fmt: Format,
+    block: Block,
+    rule: ScaleRule,
+    *,
+    codes: bool = True,
+    carrier: torch.dtype | None = None,
+    count: bool = False,
+    key: Tensor | None = None,
+    stream: int = 0,
+) -> BlockQuantized:
+    """Cast a matrix to codes of a narrow `fmt` with one scale for each tile.
+
+    x: [rows, columns] of any floating dtype and strides; the tiles are those of the logical order. rule: as in
+    `scaling.block_scales`; NVFP4's amax of the whole is taken from `x`. codes, carrier, count, key, stream: as in
+    `quantize`, but for the carrier: the values of the codes times their stored scales (for NVFP4 times the byte alone),
+    rounded once to its dtype. Saturates; NaN where the format has none is code 0 in a block whose scale is NaN.
+    """
+    arguments = (codes, carrier, count, key, stream)
+    if _is_traced(x):
+        outputs = torch.ops.narrowgauge.quantize_blocks(x, fmt.name, block.rows, block.columns, rule.name, *arguments)
+        wanted = (codes, carrier is not None, True, True, count, count)
+        return BlockQuantized(*(out if want else None for out, want in zip(outputs, wanted, strict=True)))
+    return quantize_blocks_eagerly(x, fmt, block, rule, *arguments)
+
+
+def dequantize_blocks(
+    codes: Tensor,
+    dequant_scale: Tensor,
+    fmt: Format,
+    block: Block,
+    dtype: torch.dtype = torch.float32,
+    tensor_amax: Tensor | None = None,
+) -> Tensor:
+    """codes * factor of their tile, for a matrix: the product in float32, then one rounding to `dtype`.
+
+    dequant_scale: as `quantize_blocks` stores it. tensor_amax: for NVFP4; left out, the values lack the tensor's
+    factor `scaling.nvfp4_tensor_factor`.
+    """
+    if _is_traced(codes):
+        return torch.ops.narrowgauge.dequantize_blocks(
+            codes, dequant_scale, fmt.name, block.rows, block.columns, dtype, tensor_amax
+        )
+    return dequantize_blocks_eagerly(codes, dequant_scale, fmt, block, dtype, tensor_amax)
+
+
+def transform(x: Tensor, signs: tuple[int, ...]) -> Tensor:
+    """`hadamard.transform`: the columns of a matrix in groups of 16 rows, float32 [rows padded to 16s, columns]."""
+    return torch.ops.narrowgauge.hadamard(x, list(signs)) if _is_traced(x) else transform_eagerly(x, signs)
 
 
 def _is_traced(x: Tensor) -> bool:
@@ -113,15 +186,49 @@ def quantize_eagerly(
     codes: bool,
     carrier: torch.dtype | None,
     count: bool,
+    key: Tensor | None,
+    stream: int,
 ) -> Quantized:
     """`quantize` of a real tensor: Numba, Triton or torch."""
     x = x.detach()
-    suits = fmt in _FAST_FORMATS and x.dtype in _INPUTS and carrier in _CARRIERS and saturating is not False
+    suits = (
+        fmt in _FAST_FORMATS and x.dtype in _INPUTS and carrier in _CARRIERS and saturating is not False and key is None
+    )
     fast = _fast_module(x, suits and _is_single(quant_scale))
     if fast is None:
-        return Quantized(*twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count))
+        return Quantized(
+            *twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count, key, stream)
+        )
     counts = fast.count(x, quant_scale, fmt) if count else (None, None)
     return Quantized(*fast.quantize(x, quant_scale, fmt, codes, carrier), *counts)
+
+
+def quantize_blocks_eagerly(
+    x: Tensor,
+    fmt: Format,
+    block: Block,
+    rule: ScaleRule,
+    codes: bool,
+    carrier: torch.dtype | None,
+    count: bool,
+    key: Tensor | None,
+    stream: int,
+) -> BlockQuantized:
+    """`quantize_blocks` of a real tensor."""
+    x = x.detach().contiguous()
+    return BlockQuantized(*twin.quantize_blocks(x, fmt, block, rule, key, stream, codes, carrier, count))
+
+
+def dequantize_blocks_eagerly(
+    codes: Tensor, dequant_scale: Tensor, fmt: Format, block: Block, dtype: torch.dtype, tensor_amax: Tensor | None
+) -> Tensor:
+    """`dequantize_blocks` of a real tensor."""
+    return twin.dequantize_blocks(codes.contiguous(), dequant_scale, fmt, block, tensor_amax, dtype)
+
+
+def transform_eagerly(x: Tensor, signs: tuple[int, ...]) -> Tensor:
+    """`transform` of a real tensor."""
+    return hadamard.transform(x.detach(), signs)
 
 
 def dequantize_eagerly(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
