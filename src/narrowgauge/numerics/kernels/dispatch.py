@@ -132,8 +132,15 @@ def quantize_blocks(
     arguments = (codes, carrier, count, key, stream)
     if _is_traced(x):
         outputs = torch.ops.narrowgauge.quantize_blocks(x, fmt.name, block.rows, block.columns, rule.name, *arguments)
-        wanted = (codes, carrier is not None, True, True, count, count)
-        return BlockQuantized(*(out if want else None for out, want in zip(outputs, wanted, strict=True)))
+        encoded, carried, scale, largest, saturated, flushed = outputs
+        return BlockQuantized(
+            encoded if codes else None,
+            None if carrier is None else carried,
+            scale,
+            largest,
+            saturated if count else None,
+            flushed if count else None,
+        )
     return quantize_blocks_eagerly(x, fmt, block, rule, *arguments)
 
 

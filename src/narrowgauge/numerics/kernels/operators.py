@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -96,8 +98,10 @@ def _quantize_blocks_fake(
     x: Tensor, fmt: str, rows: int | None, columns: int | None, rule: str, codes: bool, carrier: torch.dtype | None,
     count: bool, key: Tensor | None = None, stream: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    height, width = rows or torch.sym_max(x.shape[0], 1), columns or torch.sym_max(x.shape[1], 1)
-    grid = ((x.shape[0] + height - 1) // height, (x.shape[1] + width - 1) // width)
+    grid: list[Any] = [
+        torch.sym_min(length, 1) if size is None else (length + size - 1) // size
+        for length, size in zip(x.shape, (rows, columns), strict=True)
+    ]
     return (
         x.new_empty(x.shape, dtype=formats.ALL[fmt].dtype) if codes else x.new_empty(0),
         x.new_empty(x.shape, dtype=carrier) if carrier is not None else x.new_empty(0),
