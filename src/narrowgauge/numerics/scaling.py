@@ -183,8 +183,10 @@ def stored_dtype(rule: ScaleRule) -> torch.dtype:
 def _nvfp4_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
     """The two levels of NVFP4, in the order of operations of TransformerEngine's reference."""
     tensor_scale = (torch.full_like(tensor_amax, E2M1FN.max * E4M3FN.max) / tensor_amax).clamp(max=FLT_MAX)
+    tensor_scale = torch.where(tensor_scale == 0, 1.0, tensor_scale)  # of an infinite amax
     sixth = torch.ones_like(tensor_amax) / torch.full_like(tensor_amax, E2M1FN.max)
-    byte = rounding.encode(amax * tensor_scale * sixth, E4M3FN)
+    # (amax * scale) * sixth gives another byte in one of a thousand tiles of bf16 values
+    byte = rounding.encode(amax * (tensor_scale * sixth), E4M3FN)
     inverse = rounding.decode(byte, E4M3FN) * (torch.ones_like(tensor_scale) / tensor_scale)
     quant_scale = (torch.ones_like(inverse) / inverse).clamp(max=FLT_MAX)
     return torch.where(quant_scale.isnan(), 1.0, quant_scale), byte
