@@ -1,6 +1,7 @@
 """The scalar twin: casts and scales of one value in exact rational arithmetic, slow and plain.
 
-Everything works on the bits of a float32 as a Python int. Each fast path is held against this module bit for bit.
+Everything works on the bits of a float32 as a Python int. Each fast path is held against this module bit for bit;
+`reference_blocks` builds matrices, tiles and the Hadamard transform on it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,40 @@ def encode(bits: int, fmt: Format, *, saturating: bool | None = None) -> int:
     return _with_sign(code << 13 if fmt is TF32 else code, negative, fmt)
 
 
+def encode_stochastically(bits: int, fmt: Format, word: int, *, saturating: bool | None = None) -> int:
+    """The code of a float32, given as its bits, by stochastic rounding with a random word of 32 bits.
+
+    A value between two neighbours takes the one of larger magnitude where the word's upper 24 bits, as a share of 2^24,
+    are below the share of the gap that lies under the value. All else is as in `encode`.
+    """
+    magnitude = bits % SIGN
+    value = Fraction(float_of(magnitude)) if magnitude < INFINITY else None
+    if value is None or value > Fraction(fmt.max):
+        return encode(bits, fmt, saturating=saturating)
+    spacing = Fraction(1) if fmt.is_integer else _spacing(value, fmt)
+    steps, rest = divmod(value, spacing)
+    steps += Fraction(word >> 8, 1 << 24) < rest / spacing
+    return encode((bits & SIGN) | bits_of(float(steps * spacing)), fmt, saturating=saturating)
+
+
+def random_word(key: int, stream: int, index: int) -> int:
+    """The random word of value `index` of a cast: `philox4x32` of counter (index // 4, stream), its word index % 4."""
+    block, key = index // 4, key % (1 << 64)
+    counter = (block % (1 << 32), block >> 32, stream, 0)
+    return philox4x32(counter, (key % (1 << 32), key >> 32))[index % 4]
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Ten rounds of Philox4x32 (Salmon et al. 2011): four random words of 32 bits of a counter and a key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        (high_0, low_0), (high_1, low_1) = divmod(c0 * 0xD2511F53, 1 << 32), divmod(c2 * 0xCD9E8D57, 1 << 32)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + 0x9E3779B9) % (1 << 32), (k1 + 0xBB67AE85) % (1 << 32)
+    return c0, c1, c2, c3
+
+
 def decode(code: int, fmt: Format) -> int:
     """The float32 bits of the value of a code; every NaN gives the quiet NaN 0x7FC00000 (with the sign of the code)."""
     if fmt in (FP32, TF32):
@@ -81,8 +116,8 @@ def quant_scale(amax: int, fmt: Format, rule: ScaleRule) -> int:
     """Float32 bits of the multiplier that follows from an amax, given as its bits."""
     if rule is ScaleRule.NONE:
         return bits_of(1.0)
-    if rule is ScaleRule.E8M0_UP:
-        byte = e8m0_byte_up(amax, fmt)
+    if rule in (ScaleRule.E8M0_UP, ScaleRule.E8M0_FLOOR):
+        byte = e8m0_byte_up(amax, fmt) if rule is ScaleRule.E8M0_UP else e8m0_byte_floor(amax, fmt)
         return NAN if byte == 0xFF else bits_of(2.0 ** (127 - byte))
     if amax == 0 or amax >= INFINITY:
         return bits_of(1.0)
@@ -107,14 +142,39 @@ def e8m0_byte_up(amax: int, fmt: Format) -> int:
     return next(byte for byte in range(0xFF) if ratio <= _power(byte - 127) or byte == 0xFE)
 
 
+def e8m0_byte_floor(amax: int, fmt: Format) -> int:
+    """The OCP MX scale byte of an amax by the standard's rule: its power of two, less that of the format's maximum."""
+    if amax >= INFINITY:
+        return 0xFE if amax == INFINITY else 0xFF
+    if amax == 0:
+        return 0
+    byte = _floor_log2(Fraction(float_of(amax))) - _floor_log2(Fraction(fmt.max)) + 127
+    return min(max(byte, 0), 0xFE)
+
+
 def divide(a: int, b: int) -> int:
-    """Bits of the float32 quotient of two positive finite float32, rounded once to nearest even."""
-    return _float32(Fraction(float_of(a)) / Fraction(float_of(b)))
+    """Bits of the float32 quotient of two float32 that are not negative, rounded once to nearest even (IEEE 754)."""
+    if max(a, b) > INFINITY or a == b == INFINITY or a == b == 0:
+        return NAN
+    if a == INFINITY or b == 0:
+        return INFINITY
+    return 0 if b == INFINITY else _float32(Fraction(float_of(a)) / Fraction(float_of(b)))
 
 
 def multiply(a: int, b: int) -> int:
-    """Bits of the float32 product of two finite float32, rounded once to nearest even."""
-    return ((a ^ b) & SIGN) | _float32(abs(Fraction(float_of(a)) * Fraction(float_of(b))))
+    """Bits of the float32 product of two float32, rounded once to nearest even (IEEE 754)."""
+    sign, (low, high) = (a ^ b) & SIGN, sorted((a % SIGN, b % SIGN))
+    if high > INFINITY or (high == INFINITY and low == 0):
+        return NAN
+    return sign | (INFINITY if high == INFINITY else _float32(Fraction(float_of(low)) * Fraction(float_of(high))))
+
+
+def add(a: int, b: int) -> int:
+    """Bits of the float32 sum of two finite float32, rounded once to nearest even; x - x is +0."""
+    total = Fraction(float_of(a)) + Fraction(float_of(b))
+    if total == 0:
+        return a & b & SIGN
+    return (SIGN if total < 0 else 0) | _float32(abs(total))
 
 
 def _float32(value: Fraction) -> int:
@@ -124,11 +184,17 @@ def _float32(value: Fraction) -> int:
 
 def _nearest(value: Fraction, fmt: Format) -> tuple[int, Fraction]:
     """Code, without sign, and value of the nearest number of the format's grid, were its exponent unbounded."""
+    spacing = _spacing(value, fmt)
+    steps = round(value / spacing)  # Python rounds ties to even
+    binades = _floor_log2(spacing) - (1 - fmt.bias - fmt.mantissa_bits)
+    return (binades << fmt.mantissa_bits) + steps, steps * spacing
+
+
+def _spacing(value: Fraction, fmt: Format) -> Fraction:
+    """The gap of the format's grid from `value`, which is not negative, upwards."""
     lowest = 1 - fmt.bias
     exponent = max(_floor_log2(value), lowest) if value else lowest
-    spacing = _power(exponent - fmt.mantissa_bits)
-    steps = round(value / spacing)  # Python rounds ties to even
-    return ((exponent - lowest) << fmt.mantissa_bits) + steps, steps * spacing
+    return _power(exponent - fmt.mantissa_bits)
 
 
 def _encode_e8m0(value: Fraction) -> int:
