@@ -45,6 +45,7 @@ class GPTConfig:
     4 width for GELU, 8/3 width rounded up to a multiple of 64 for SwiGLU. context: longest sequence in tokens.
 
     attention_bias, mlp_bias, norm_bias: whether those layers have biases (norm_bias: LayerNorm only).
+    swiglu_limit: SwiGLU's gate is clamped to at most this, its up to at most this in magnitude; None: not at all.
     experts: feed-forward networks per block; 0: dense. experts_per_token: how many of them each token visits.
     load_balancing: coefficient of the load-balancing loss that is added to the training loss.
     init_std: standard deviation of weights and embeddings. scaled_residual_init: the two projections that write into
@@ -69,6 +70,7 @@ class GPTConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = False
+    swiglu_limit: float | None = None
     experts: int = 0
     experts_per_token: int = 2
     load_balancing: float = 0.01  # Switch Transformer, arXiv:2101.03961, section 2.2
@@ -95,6 +97,10 @@ class GPTConfig:
         ):
             self._check_number(name, lowest_is_allowed)
         self._check_heads()
+        if self.swiglu_limit is not None:
+            self._check_number("swiglu_limit", zero_is_allowed=False)
+            if self.activation is not Activation.SWIGLU:
+                raise ConfigError(f"swiglu_limit={self.swiglu_limit} with activation={self.activation}: leave it out")
         if self.experts:
             self._check_count("experts_per_token", 1)
             if self.experts_per_token > self.experts:

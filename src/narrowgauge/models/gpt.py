@@ -17,6 +17,7 @@ from narrowgauge.models.config import Activation, GPTConfig, Norm, Positions
 from narrowgauge.models.generate import generate
 from narrowgauge.models.mlp import MixtureOfExperts, Router, make_mlp
 from narrowgauge.models.rope import Rope
+from narrowgauge.ops.experts import GroupedLinear
 
 __all__ = ["GPT", "Activation", "Block", "GPTConfig", "KVCache", "Norm", "Positions"]
 
@@ -109,7 +110,7 @@ class GPT(nn.Module):
         std = self.config.init_std
         for name, module in self.named_modules():
             _reset_extra_state(module)
-            if isinstance(module, (nn.Linear, nn.Embedding, Router)):
+            if isinstance(module, (nn.Linear, nn.Embedding, Router, GroupedLinear)):
                 if name == "lm_head" and self.config.tied_embeddings:
                     continue
                 is_residual = name.endswith(("attention.out", ".down")) and self.config.scaled_residual_init
@@ -183,7 +184,8 @@ def _reset_extra_state(module: nn.Module) -> None:
     Their random numbers are thrown away: the weights drawn afterwards are those of a model never converted.
     """
     reset = getattr(type(module), "reset_parameters", None)
-    if reset is None or isinstance(module, GPT) or type(module).__module__.startswith("torch.nn"):
+    plain = type(module).__module__.startswith("torch.nn") or type(module) is GroupedLinear
+    if reset is None or isinstance(module, GPT) or plain:
         return
     devices = {p.device for p in module.parameters(recurse=False) if p.device.type == "cuda"}
     with torch.random.fork_rng(devices):

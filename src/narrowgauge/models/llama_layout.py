@@ -28,6 +28,8 @@ def check_llama(config: GPTConfig) -> None:
         obstacles.append(f"norm={config.norm} (Llama: rmsnorm)")
     if config.positions is not Positions.ROPE:
         obstacles.append(f"positions={config.positions} (Llama: rope)")
+    if config.swiglu_limit is not None:
+        obstacles.append(f"swiglu_limit={config.swiglu_limit} (Llama: none)")
     if config.experts:
         obstacles.append(f"experts={config.experts} (Llama: 0, a dense model)")
     if obstacles:

@@ -95,11 +95,13 @@ def build_model(config: TrainConfig, vocab_size: int) -> GPT:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with two groups: matrices, which decay, and vectors, which do not."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """AdamW with two groups: matrices, which decay, and vectors, which do not (also where experts stack them)."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    vectors = [p for name, p in trainable.items() if p.dim() < 2 or name.endswith("bias")]
+    matrices = [p for name, p in trainable.items() if not (p.dim() < 2 or name.endswith("bias"))]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

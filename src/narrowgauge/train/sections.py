@@ -32,6 +32,7 @@ class ModelConfig:
         attention_bias: whether the attention's layers have biases.
         mlp_bias: whether the feed-forward layers have biases.
         norm_bias: whether LayerNorms have biases.
+        swiglu_limit: clamp of SwiGLU's gate (above) and up (both sides); null for none.
         experts: feed-forward networks a block; 0: dense.
         experts_per_token: experts that each token visits.
         load_balancing: coefficient of the load-balancing loss.
@@ -55,6 +56,7 @@ class ModelConfig:
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     norm_bias: bool | None = None
+    swiglu_limit: float | None = None
     experts: int | None = None
     experts_per_token: int | None = None
     load_balancing: float | None = None

@@ -43,6 +43,8 @@ def test_dict_round_trip_goes_through_json():
         ({"init_std": 0.0}, r"init_std=0.0: expected a finite number > 0"),
         ({"rope_theta": float("nan")}, r"rope_theta=nan"),
         ({"load_balancing": -1.0}, r"load_balancing=-1.0.*>= 0"),
+        ({"swiglu_limit": 0.0}, r"swiglu_limit=0.0: expected a finite number > 0"),
+        ({"swiglu_limit": 7.0, "activation": "gelu"}, r"swiglu_limit=7.0 with activation=gelu: leave it out"),
         ({"tied_embeddings": 1}, r"tied_embeddings=1: expected true or false"),
     ],
 )

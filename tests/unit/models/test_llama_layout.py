@@ -70,6 +70,7 @@ def test_extra_state_of_a_converted_model_is_left_out_and_no_memory_is_copied():
         ({"norm": "layernorm"}, "norm=layernorm"),
         ({"positions": "learned"}, "positions=learned"),
         ({"experts": 4}, "experts=4"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
     ],
 )
 def test_what_llama_cannot_express_is_refused_by_name(fields, named):

@@ -16,6 +16,12 @@ def make_mixture(config: GPTConfig) -> MixtureOfExperts:
     return mixture
 
 
+def run_expert(mixture: MixtureOfExperts, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """One expert as the formula says, from its part of the fused weights."""
+    gate, up = (x @ mixture.experts.gate_up.weight[expert].T).chunk(2, dim=-1)
+    return (F.silu(gate) * up) @ mixture.experts.down.weight[expert].T
+
+
 def every_expert_on_every_token(mixture: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
     """The dense reference: one token at a time, all experts, weights of the unchosen ones zero."""
     rows = []
@@ -23,7 +29,7 @@ def every_expert_on_every_token(mixture: MixtureOfExperts, x: torch.Tensor) -> t
         p = torch.softmax(mixture.router.weight @ token, dim=0)
         chosen = sorted(range(len(p)), key=lambda e: -float(p[e].detach()))[: mixture.k]
         total = sum(p[e] for e in chosen) if mixture.k > 1 else 1.0
-        rows.append(sum(p[e] / total * mixture.experts[e](token[None])[0] for e in chosen))
+        rows.append(sum(p[e] / total * run_expert(mixture, e, token[None])[0] for e in chosen))
     return torch.stack(rows).view(x.shape)
 
 
@@ -39,6 +45,29 @@ def test_swiglu_and_gelu_equal_their_formulas():
     h = x @ mlp.up.weight.T
     y = (h * 0.5 * (1 + torch.erf(h / 2**0.5))) @ mlp.down.weight.T
     torch.testing.assert_close(mlp(x), y, rtol=1e-5, atol=1e-6)
+
+
+def test_clamped_swiglu_equals_its_formula():
+    torch.manual_seed(0)
+    mlp = make_mlp(CONFIG.replace(swiglu_limit=0.25))
+    torch.nn.init.normal_(mlp.gate_up.weight)
+    x = torch.randn(50, 16)
+    gate, up = (x @ mlp.gate_up.weight.T).chunk(2, dim=-1)
+    assert all((part.abs() > 0.25).any() and (part.abs() < 0.25).any() for part in (gate, up))
+    gate = torch.where(gate > 0.25, 0.25, gate)  # from above only
+    up = torch.where(up > 0.25, 0.25, torch.where(up < -0.25, -0.25, up))
+    h = gate / (1 + (-gate).exp()) * up
+    seen = []
+    mlp.down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    torch.testing.assert_close(mlp(x), h @ mlp.down.weight.T, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen[0], h, rtol=1e-5, atol=1e-6)
+    assert seen[0].abs().max() <= 0.28 * 0.25  # silu is never below -0.2785
+
+
+def test_experts_take_the_clamp_too():
+    mixture = make_mixture(CONFIG.replace(swiglu_limit=1e-6))
+    y, _ = mixture(torch.randn(2, 5, 16))
+    assert 0 < y.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -63,12 +92,11 @@ def test_an_expert_without_tokens_has_zero_gradients_and_changes_nothing():  # c
     x = torch.rand(2, 5, 16) + 0.1
     y, _ = mixture(x)
     p = F.softmax(x @ mixture.router.weight.T, dim=-1)[..., 2:3]
-    torch.testing.assert_close(y, p * mixture.experts[2](x))
+    torch.testing.assert_close(y, p * run_expert(mixture, 2, x))
     y.sum().backward()
-    for number, expert in enumerate(mixture.experts):
-        for parameter in expert.parameters():
-            assert parameter.grad is not None
-            assert bool(parameter.grad.any()) == (number == 2)
+    for parameter in mixture.experts.parameters():
+        assert parameter.grad is not None
+        assert [bool(part.any()) for part in parameter.grad] == [False, False, True, False]
 
 
 def test_no_tokens_at_all():  # case 96
