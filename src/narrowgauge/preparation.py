@@ -14,6 +14,7 @@ from narrowgauge.layers.convert import convert, device_of
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.parameters import store
 from narrowgauge.numerics.formats import BF16, FP16, FP32
+from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.optim.groups import check_optimizer, is_plain_sgd, match_state_dtypes, replace_parameters
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard
 from narrowgauge.recipes import library
@@ -80,19 +81,25 @@ def prepare(
 
 def check_supported(recipe: Recipe, optimizer: Optimizer | None) -> None:
     """Raise RecipeError for the first role that this version cannot carry out with `optimizer`."""
-    fp32, bf16 = CastSpec(FP32), CastSpec(BF16)
-    scaled = recipe.param.format is FP16 and recipe.param.is_scaled
-    if not (recipe.param in (fp32, bf16) or scaled):
-        raise _unsupported(recipe, "param", "CastSpec(FP32), CastSpec(BF16) or CastSpec(FP16, scale=TENSOR_POW2)")
+    fp32, bf16, stochastic = CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC)
+    param = recipe.param
+    scaled = param.format is FP16 and param.is_scaled and not param.in_blocks and not param.is_stochastic
+    if not (param in (fp32, bf16, stochastic) or scaled):
+        raise _unsupported(
+            recipe,
+            "param",
+            "CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC) or CastSpec(FP16, scale=TENSOR_POW2)",
+        )
     if recipe.master is not None:
         raise _unsupported(recipe, "master", "None")
     # torch's optimizers keep moments, and but for plain SGD want gradients, in the dtype of a plain parameter
-    in_half = recipe.param == bf16 and optimizer is not None and not is_plain_sgd(optimizer)
-    for role in ("grad", "exp_avg", "exp_avg_sq"):
-        if getattr(recipe, role) != (bf16 if in_half else fp32) and not (
-            role == "grad" and recipe.grad == recipe.param
-        ):
-            raise _unsupported(recipe, role, f"CastSpec({'BF16' if in_half else 'FP32'})")
+    in_half = param == bf16 and optimizer is not None and not is_plain_sgd(optimizer)
+    grad, state = bf16 if in_half or param == stochastic else fp32, bf16 if in_half else fp32
+    if recipe.grad != grad and (recipe.grad != param or param == stochastic):
+        raise _unsupported(recipe, "grad", f"CastSpec({grad})")
+    for role in ("exp_avg", "exp_avg_sq"):
+        if getattr(recipe, role) != state:
+            raise _unsupported(recipe, role, f"CastSpec({state})")
     for role in COMM_ROLES:
         if getattr(recipe, role) not in (None, fp32):
             raise _unsupported(recipe, role, "None")

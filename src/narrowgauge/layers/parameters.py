@@ -31,15 +31,17 @@ def store(model: nn.Module, recipe: Recipe) -> Stored:
     others float32.
     """
     stored = Stored()
-    if recipe.param == CastSpec(BF16):
+    if recipe.param.format is BF16:
         _cast(model, torch.bfloat16, (torch.float32, torch.float16))
         for p in model.parameters():
             if p.requires_grad and p.dtype is torch.bfloat16:
                 p.grad_dtype = recipe.grad.format.dtype
-        stored.warnings.append(
-            f"recipe '{recipe.name}' stores parameters in bfloat16 without a master copy: updates below half a unit in "
-            "the last place are lost, and training may stall; use param=CastSpec(FP32) for float32 masters"
-        )
+        if not recipe.param.is_stochastic:
+            stored.warnings.append(
+                f"recipe '{recipe.name}' stores parameters in bfloat16 without a master copy: updates below half a "
+                "unit in the last place are lost, and training may stall; use param=CastSpec(BF16, "
+                "rounding=STOCHASTIC), or CastSpec(FP32) for float32 masters"
+            )
         return stored
     made = _cast(model, torch.float32, HALF)
     if made:

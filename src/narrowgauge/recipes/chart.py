@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from narrowgauge.numerics import formats
 from narrowgauge.numerics.formats import FP32, TF32, Format
+from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4
+from narrowgauge.recipes.fields import AUTO
 from narrowgauge.recipes.library import recipe, recipe_names
-from narrowgauge.recipes.spec import AUTO, GEMMS, OPERANDS, CastSpec, Recipe
+from narrowgauge.recipes.spec import GEMMS, OPERANDS, CastSpec, Recipe
 
 # the guide's row -> the recipe that it describes
 GUIDE_ROWS = {"FP16 AMP": "fp16", "Nvidia TE": "fp8_delayed"}
@@ -27,7 +29,7 @@ HEADERS = (
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One recipe in the chart: formats by their width, e.g. FP8 for both E4M3FN and E5M2.
+    """One recipe in the chart: formats by their width, e.g. FP8 for both E4M3FN and E5M2, MXFP8 under E8M0 scales.
 
     gemm: operands of the linear layers' three products. communication: the reduction of gradients. weight,
     master_weight, weight_gradient: what is stored. optimizer_states: first + second moment. activations: what a
@@ -85,11 +87,9 @@ def _row(of: Recipe, title: str | None = None) -> ChartRow:
 def _gemm(of: Recipe) -> str:
     """One label where the three products agree, else one each: "FP8 (output, grad_input), BF16 (grad_weight)"."""
     products: dict[str, list[str]] = {}
-    for gemm, in_compute in zip(GEMMS, of.override_linear_precision, strict=True):
-        specs = [None if in_compute else getattr(of, role) for role in OPERANDS[gemm]]
-        if gemm == "grad_weight" and of.activation is not None:
-            specs[OPERANDS[gemm].index("input")] = of.activation  # what was saved, in place of the input operand
-        operands = dict.fromkeys(_label(spec.format) if spec else _compute(of) for spec in specs)
+    for gemm in GEMMS:
+        specs = [of.operand(gemm, role) for role in OPERANDS[gemm]]
+        operands = dict.fromkeys(_label(spec) if spec else _compute(of) for spec in specs)
         products.setdefault(" x ".join(operands), []).append(gemm)
     if len(products) == 1:
         return next(iter(products))
@@ -97,9 +97,7 @@ def _gemm(of: Recipe) -> str:
 
 
 def _activations(of: Recipe) -> str:
-    saved = of.activation
-    if saved is None and not of.override_linear_precision[GEMMS.index("grad_weight")]:
-        saved = of.input
+    saved = of.operand("grad_weight", "input")
     # TF32 is how float32 is multiplied, not how it is kept
     return _stored(saved) if saved else _compute(of).replace("TF32", "FP32")
 
@@ -107,14 +105,18 @@ def _activations(of: Recipe) -> str:
 def _compute(of: Recipe) -> str:
     if not isinstance(of.compute, Format):
         return "BF16 or FP16" if of.compute == AUTO else str(of.compute)
-    return _label(TF32 if of.tf32 and of.compute == FP32 else of.compute)
+    return (TF32 if of.tf32 and of.compute == FP32 else of.compute).name
 
 
 def _stored(spec: CastSpec) -> str:
+    return formats.of_dtype(spec.format.dtype).name if spec.format is TF32 else _label(spec)
+
+
+def _label(spec: CastSpec) -> str:
+    """FP8 for E4M3FN and E5M2, MXFP8 under E8M0 scales, NVFP4: the chart speaks of widths; others by their own name."""
     fmt = spec.format
-    return _label(formats.of_dtype(fmt.dtype) if fmt == TF32 else fmt)
-
-
-def _label(fmt: Format) -> str:
-    """FP8 for E4M3FN and E5M2, FP4 for E2M1FN, ...: the chart speaks of widths; other formats by their own name."""
-    return f"FP{fmt.bits}" if fmt.is_narrow and not fmt.is_integer else fmt.name
+    if not fmt.is_narrow or fmt.is_integer:
+        return fmt.name
+    if spec.scale is NVFP4:
+        return "NVFP4"
+    return f"{'MX' if spec.scale in E8M0_RULES else ''}FP{fmt.bits}"

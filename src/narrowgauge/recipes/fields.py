@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics import formats
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, Format
+from narrowgauge.numerics.scaling import ScaleRule
 
 
 class Emulation(StrEnum):
@@ -29,6 +30,7 @@ class Evaluation(StrEnum):
 
 AUTO = "auto"
 E = TypeVar("E", bound=StrEnum)
+V = TypeVar("V")
 
 _COMPUTE = {"auto": AUTO, "fp32": FP32, "bf16": BF16, "fp16": FP16}
 _EVALUATION_FORMATS = {"E4M3": E4M3FN, "E4M3FN": E4M3FN, "E5M2": E5M2}
@@ -79,11 +81,13 @@ def globs(field: str, value: Any) -> tuple[str, ...]:
     return patterns
 
 
-def first_last(value: Any) -> tuple[int, int]:
-    """A number of layers for both ends, or (first, last)."""
+def first_last(value: Any) -> tuple[float, float]:
+    """A number of layers for both ends, or (first, last); a float below 1 is a share of the layers."""
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(pair) != 2 or not all(_is_count(n) for n in pair):
-        raise RecipeError(f"first_last={value!r}: expected a number of layers, or (first, last)")
+    if len(pair) != 2 or not all(_is_count(n) or (isinstance(n, float) and 0 <= n < 1) for n in pair):
+        raise RecipeError(
+            f"first_last={value!r}: expected a number of layers, a share of them from 0 to 1, or (first, last)"
+        )
     return pair
 
 
@@ -93,6 +97,22 @@ def override(value: Any) -> tuple[bool, bool, bool]:
     if len(triple) != 3 or not all(isinstance(flag, bool) for flag in triple):
         raise RecipeError(f"override_linear_precision={value!r}: expected three booleans (fprop, dgrad, wgrad)")
     return triple
+
+
+def scale(value: Any, rules: Sequence[ScaleRule]) -> ScaleRule:
+    """One of `rules`, or its name in any case."""
+    return choice("scale", value, {rule.name: rule for rule in rules})
+
+
+def choice(field: str, value: Any, choices: Mapping[str, V]) -> V:
+    """A value of `choices`, or the one of that name in any case."""
+    for known in choices.values():
+        if value is known:
+            return known
+    if isinstance(value, str) and value.upper() in choices:
+        return choices[value.upper()]
+    hint = closest(value.upper(), choices) if isinstance(value, str) else ""
+    raise RecipeError(f"{field}={value!r}: expected {' or '.join(repr(name) for name in choices)}{hint}")
 
 
 def count(field: str, value: Any) -> int:

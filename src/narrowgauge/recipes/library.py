@@ -5,20 +5,38 @@ A new recipe is a function with a docstring, entered in `_NAMED`; whatever param
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec
 
 from narrowgauge.errors import RecipeError, closest
-from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, Format
-from narrowgauge.numerics.scaling import CURRENT, TENSOR_POW2, AmaxAlgorithm, Delayed, Scale
+from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, FP16, FP32, Format
+from narrowgauge.numerics.granularity import PER_ROW, PER_TENSOR, Block
+from narrowgauge.numerics.hadamard import Hadamard
+from narrowgauge.numerics.rounding import NEAREST_EVEN, STOCHASTIC
+from narrowgauge.numerics.scaling import (
+    CURRENT,
+    CURRENT_POW2,
+    E8M0_RULES,
+    E8M0_UP,
+    NVFP4,
+    TENSOR_POW2,
+    AmaxAlgorithm,
+    Delayed,
+    Scale,
+    ScaleRule,
+)
+from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.spec import FIELDS, CastSpec, Recipe
 
 P = ParamSpec("P")
 
 # what TransformerEngine calls fp8_format: the formats of (input and weight, grad_output)
 FP8_FORMATS = {"HYBRID": (E4M3FN, E5M2), "E4M3": (E4M3FN, E4M3FN)}
+FP6_FORMATS = {"E3M2": E3M2FN, "E2M3": E2M3FN}
+FLOAT_SCALES = (CURRENT_POW2, CURRENT)
 
 
 def _named_options(build: Callable[P, Recipe]) -> Callable[P, Recipe]:
@@ -60,6 +78,11 @@ def fp16_pure() -> Recipe:
     return Recipe(name="fp16_pure", compute=FP16, param=CastSpec(FP16, scale=TENSOR_POW2))
 
 
+def bf16_pure() -> Recipe:
+    """All in bfloat16 but the moments; updates are rounded stochastically (Zamirai et al. 2020, arXiv:2010.06192)."""
+    return Recipe(name="bf16_pure", compute=BF16, param=CastSpec(BF16, rounding=STOCHASTIC), grad=CastSpec(BF16))
+
+
 @_named_options
 def fp8_current(fp8_format: str | Format = "HYBRID") -> Recipe:
     """FP8 GEMMs scaled by the tensor at hand: torchao's tensorwise recipe, TransformerEngine's Float8CurrentScaling.
@@ -96,9 +119,104 @@ def fp8_delayed(
 
 DelayedScaling = fp8_delayed  # TransformerEngine's name for it
 
+
+@_named_options
+def fp8_rowwise(scale: str | ScaleRule = CURRENT_POW2) -> Recipe:
+    """FP8 GEMMs, all E4M3, a scale for each row or column along what a product sums over (torchao's rowwise recipe).
+
+    scale: CURRENT_POW2 (torchao's) or CURRENT (float32).
+    """
+    spec = CastSpec(E4M3FN, PER_ROW, check.scale(scale, FLOAT_SCALES))
+    return Recipe(name="fp8_rowwise", input=spec, weight=spec, grad_output=spec)
+
+
+@_named_options
+def fp8_rowwise_gw_hp(scale: str | ScaleRule = CURRENT_POW2) -> Recipe:
+    """As fp8_rowwise, with grad_weight in the compute dtype and the weight of grad_input scaled per tensor.
+
+    torchao's rowwise_with_gw_hp: input, weight and grad_output are each cast along one dimension only. scale:
+    CURRENT_POW2 (torchao's) or CURRENT (float32).
+    """
+    rule = check.scale(scale, FLOAT_SCALES)
+    return fp8_rowwise(rule).replace(
+        name="fp8_rowwise_gw_hp",
+        weight_for_grad_input=CastSpec(E4M3FN, PER_TENSOR, rule),
+        override_linear_precision=(False, False, True),
+    )
+
+
+@_named_options
+def fp8_block(scale: str | ScaleRule = CURRENT_POW2) -> Recipe:
+    """FP8 GEMMs, all E4M3: blocks of 1x128 for input and grad_output, 128x128 for weights (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.2).
+
+    scale: CURRENT_POW2, whose products round once, or CURRENT (float32).
+    """
+    rule = check.scale(scale, FLOAT_SCALES)
+    row = CastSpec(E4M3FN, Block(1, 128), rule)
+    return Recipe(name="fp8_block", input=row, weight=CastSpec(E4M3FN, Block(128, 128), rule), grad_output=row)
+
+
+@_named_options
+def mxfp8(fp8_format: str | Format = "E4M3", scale: str | ScaleRule = E8M0_UP) -> Recipe:
+    """MXFP8 GEMMs, E4M3 in blocks of 1x32 with scales rounded up (OCP MX v1.0; Mishra et al. 2025, arXiv:2506.08027).
+
+    fp8_format: "E4M3" or "HYBRID" (grad_output E5M2). scale: E8M0_UP, or E8M0_FLOOR, OCP's rule, which saturates.
+    """
+    forward, backward = _fp8_formats(fp8_format)
+    return Recipe(name="mxfp8", **_mx(forward, backward, scale))
+
+
+@_named_options
+def mxfp6(fp6_format: str | Format = "E3M2", scale: str | ScaleRule = E8M0_UP) -> Recipe:
+    """MXFP6 GEMMs, in blocks of 1x32 (OCP MX v1.0; E3M2 in training: Rouhani et al. 2023, arXiv:2310.10537).
+
+    fp6_format: "E3M2" or "E2M3". scale: as in mxfp8.
+    """
+    fmt = check.choice("fp6_format", fp6_format, FP6_FORMATS)
+    return Recipe(name="mxfp6", **_mx(fmt, fmt, scale))
+
+
+@_named_options
+def mxfp4(scale: str | ScaleRule = E8M0_UP, hadamard: bool | Hadamard | None = True, stochastic: bool = True) -> Recipe:
+    """MXFP4 GEMMs, E2M1 in blocks of 1x32 (OCP MX v1.0); Hadamard transform and stochastic rounding as in Tseng et al.
+    2025, arXiv:2502.20586.
+
+    scale: as in mxfp8. hadamard, stochastic: as in nvfp4.
+    """
+    return Recipe(name="mxfp4", hadamard=_transform(hadamard), **_mx(E2M1FN, E2M1FN, scale, stochastic))
+
+
+@_named_options
+def nvfp4(
+    hadamard: bool | Hadamard | None = True,
+    stochastic: bool = True,
+    first_last: float | tuple[float, float] = (0.032, 0.129),
+) -> Recipe:
+    """NVFP4 GEMMs, E2M1 in blocks of 1x16, weights 16x16 (NVIDIA 2025, arXiv:2509.25149).
+
+    hadamard: transform the operands of grad_weight; or which signs. stochastic: round grad_output so.
+    first_last: layers kept in the compute dtype at the (start, end); the paper keeps the first 2 and the last 8 of 62
+    blocks, which have as many layers each.
+    """
+    row = CastSpec(E2M1FN, Block(1, 16), NVFP4)
+    return Recipe(
+        name="nvfp4",
+        input=row,
+        weight=CastSpec(E2M1FN, Block(16, 16), NVFP4),
+        grad_output=_rounded(row, stochastic),
+        hadamard=_transform(hadamard),
+        first_last=check.first_last(first_last),
+    )
+
+
 _NAMED: dict[str, Callable[..., Recipe]] = {
-    build.__name__: build for build in (fp32, tf32, bf16, fp16, fp16_pure, fp8_current, fp8_delayed)
-}
+    build.__name__: build
+    for build in (
+        fp32, tf32, bf16, bf16_pure, fp16, fp16_pure, fp8_current, fp8_delayed, fp8_rowwise, fp8_rowwise_gw_hp,
+        fp8_block, mxfp8, mxfp6, mxfp4, nvfp4,
+    )
+}  # fmt: skip
 
 
 def recipe_names() -> list[str]:
@@ -139,13 +257,31 @@ def _check_names(fields: dict[str, Any], own: Collection[str]) -> None:
 
 
 def _operands(fp8_format: str | Format, scale: Scale) -> dict[str, Any]:
-    key = "E4M3" if fp8_format == E4M3FN else fp8_format.upper() if isinstance(fp8_format, str) else None
-    if key not in FP8_FORMATS:
-        hint = closest(key, FP8_FORMATS) if key else ""
-        raise RecipeError(f"fp8_format={fp8_format!r}: expected 'HYBRID' or 'E4M3'{hint}")
-    forward, backward = FP8_FORMATS[key]
+    forward, backward = _fp8_formats(fp8_format)
     return {
         "input": CastSpec(forward, scale=scale),
         "weight": CastSpec(forward, scale=scale),
         "grad_output": CastSpec(backward, scale=scale),
     }
+
+
+def _fp8_formats(fp8_format: str | Format) -> tuple[Format, Format]:
+    return check.choice("fp8_format", "E4M3" if fp8_format == E4M3FN else fp8_format, FP8_FORMATS)
+
+
+def _mx(forward: Format, backward: Format, scale: str | ScaleRule, stochastic: bool = False) -> dict[str, Any]:
+    rule = check.scale(scale, E8M0_RULES)
+    block = Block(1, 32)  # OCP MX v1.0
+    row = CastSpec(forward, block, rule)
+    return {"input": row, "weight": row, "grad_output": _rounded(CastSpec(backward, block, rule), stochastic)}
+
+
+def _rounded(spec: CastSpec, stochastic: bool) -> CastSpec:
+    rounding = STOCHASTIC if check.flag("stochastic", stochastic) else NEAREST_EVEN
+    return dataclasses.replace(spec, rounding=rounding)
+
+
+def _transform(hadamard: bool | Hadamard | None) -> Hadamard | None:
+    if hadamard is None or isinstance(hadamard, Hadamard):
+        return hadamard
+    return Hadamard() if check.flag("hadamard", hadamard) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -57,9 +58,12 @@ def head_is_asked_for(recipe: Recipe) -> bool:
 
 
 def unmatched_globs(candidates: Sequence[Candidate], recipe: Recipe) -> list[str]:
-    """The `include` and `exclude` globs that match no candidate, most often a misspelling; defaults are left out."""
+    """The globs of `include`, `exclude` and `smooth` that match no candidate, most often a misspelling.
+
+    Defaults are left out.
+    """
     defaults = {*Recipe().include, *Recipe().exclude}
-    patterns = dict.fromkeys((*recipe.include, *recipe.exclude))
+    patterns = dict.fromkeys((*recipe.include, *recipe.exclude, *recipe.smooth))
     return [p for p in patterns if p not in defaults and _matching([p], candidates) == 0]
 
 
@@ -91,7 +95,7 @@ def _kept_by_itself(layer: Candidate, recipe: Recipe) -> str | None:
 
 
 def _kept_at_the_ends(names: Sequence[str], recipe: Recipe) -> dict[str, str]:
-    first, last = recipe.first_last
+    first, last = (math.ceil(n * len(names)) if isinstance(n, float) else n for n in recipe.first_last)
     reasons = {name: f"among the last {last} selected layers" for name in (names[-last:] if last else [])}
     return reasons | {name: f"among the first {first} selected layers" for name in names[:first]}
 

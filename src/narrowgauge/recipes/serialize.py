@@ -15,6 +15,7 @@ from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics import formats
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
+from narrowgauge.numerics.hadamard import Hadamard
 from narrowgauge.numerics.rounding import Rounding
 from narrowgauge.numerics.scaling import Delayed, Scale, ScaleRule
 from narrowgauge.recipes.spec import FIELDS, ROLES, CastSpec, Recipe, check_fields
@@ -23,6 +24,7 @@ V = TypeVar("V")
 
 _SPEC_KEYS = tuple(f.name for f in fields(CastSpec))
 _DELAYED_KEYS = tuple(f.name for f in fields(Delayed))
+_HADAMARD_KEYS = tuple(f.name for f in fields(Hadamard))
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -37,8 +39,7 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe that `to_dict` wrote. Raises RecipeError for unknown keys, naming the closest, and for bad values."""
     _check_mapping("a recipe", data)
     check_fields(dict(data))
-    values: dict[str, Any] = {f: _role(f, value) if f in ROLES else value for f, value in data.items()}
-    return Recipe(**values)
+    return Recipe(**{field: _read(field, value) for field, value in data.items()})
 
 
 def spec_to_dict(spec: CastSpec, what: str = "cast") -> dict[str, Any]:
@@ -71,6 +72,8 @@ def _plain(field: str, value: Any) -> Any:
         return spec_to_dict(value, field)
     if isinstance(value, Format):
         return value.name
+    if isinstance(value, Hadamard):
+        return {"signs": list(value.signs)}
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, Enum) else value  # the enums here are strings
@@ -87,8 +90,18 @@ def _plain_scale(what: str, scale: Scale | None) -> Any:
     return {key: getattr(scale, key) for key in _DELAYED_KEYS}
 
 
-def _role(role: str, data: Any) -> CastSpec | None:
-    return None if data is None else spec_from_dict(data, role)
+def _read(field: str, data: Any) -> Any:
+    if data is None:
+        return None
+    if field in ROLES:
+        return spec_from_dict(data, field)
+    return _hadamard(data) if field == "hadamard" else data
+
+
+def _hadamard(data: Any) -> Hadamard:
+    _check_mapping("hadamard", data)
+    _check_keys("hadamard", data, _HADAMARD_KEYS)
+    return Hadamard(**data)
 
 
 def _scale(what: str, data: Any) -> Scale | None:

@@ -41,6 +41,18 @@ def test_the_guides_chart_comes_first():
         ("fp16_pure", "FP16", "FP16", "FP16"),
         ("fp8_current", "FP8", "FP32", "FP8"),
         ("fp8_delayed", "FP8", "FP32", "FP8"),
+        ("fp8_rowwise", "FP8", "FP32", "FP8"),
+        (
+            "fp8_rowwise_gw_hp",
+            "FP8 (output, grad_input), BF16 or FP16 (grad_weight)",
+            "FP32",
+            "BF16 or FP16",
+        ),
+        ("fp8_block", "FP8", "FP32", "FP8"),
+        ("mxfp8", "MXFP8", "FP32", "MXFP8"),
+        ("mxfp6", "MXFP6", "FP32", "MXFP6"),
+        ("mxfp4", "MXFP4", "FP32", "MXFP4"),
+        ("nvfp4", "NVFP4", "FP32", "NVFP4"),
     ],
 )
 def test_named_recipes(name, gemm, weight, activations):
@@ -70,11 +82,22 @@ def test_named_recipes(name, gemm, weight, activations):
             "FP8 (output, grad_input), BF16 (grad_weight)",
         ),
         ({"override_linear_precision": (False, False, True), "compute": "bf16"}, "activations", "BF16"),
+        ({"weight_for_grad_input": ng.CastSpec(E2M1FN)}, "gemm", "FP8 (output, grad_weight), FP8 x FP4 (grad_input)"),
+        (
+            {"grad_output_for_grad_weight": ng.CastSpec(E2M1FN, ng.Block(1, 32), ng.E8M0_UP)},
+            "gemm",
+            "FP8 (output, grad_input), MXFP4 x FP8 (grad_weight)",
+        ),
+        ({"exp_avg": ng.CastSpec(E4M3FN, ng.Block(1, 32), ng.E8M0_UP)}, "optimizer_states", "MXFP8+FP32"),
         ({"weight": None, "compute": "bf16"}, "gemm", "FP8 x BF16 (output, grad_input), FP8 (grad_weight)"),
     ],
 )
 def test_each_cell_follows_its_role(fields, column, cell):
     assert getattr(chart_rows([ng.recipe("fp8_current", **fields)])[0], column) == cell
+
+
+def test_bf16_pure_stores_and_sends_bfloat16():
+    assert cells("bf16_pure") == ("bf16_pure", "BF16", "BF16", "BF16", "N/A", "BF16", "FP32+FP32", "BF16")
 
 
 def test_the_ms_amp_levels_would_read_as_in_the_guide():

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32
+from narrowgauge.numerics.formats import BF16, E2M1FN, E3M2FN, E4M3FN, E5M2, FP16, FP32
 from narrowgauge.numerics.scaling import roll
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import OPERAND_ROLES
 
-NAMES = ["fp32", "tf32", "bf16", "fp16", "fp16_pure", "fp8_current", "fp8_delayed"]
+NAMES = [
+    "fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp16_pure", "fp8_current", "fp8_delayed", "fp8_rowwise",
+    "fp8_rowwise_gw_hp", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4",
+]  # fmt: skip
 
 
 def operand_formats(recipe):
@@ -36,6 +39,14 @@ def test_names_and_functions_agree():
         ("fp16_pure", FP16, (None, None, None)),
         ("fp8_current", "auto", (E4M3FN, E4M3FN, E5M2)),
         ("fp8_delayed", "auto", (E4M3FN, E4M3FN, E5M2)),
+        ("bf16_pure", BF16, (None, None, None)),
+        ("fp8_rowwise", "auto", (E4M3FN, E4M3FN, E4M3FN)),
+        ("fp8_rowwise_gw_hp", "auto", (E4M3FN, E4M3FN, E4M3FN)),
+        ("fp8_block", "auto", (E4M3FN, E4M3FN, E4M3FN)),
+        ("mxfp8", "auto", (E4M3FN, E4M3FN, E4M3FN)),
+        ("mxfp6", "auto", (E3M2FN, E3M2FN, E3M2FN)),
+        ("mxfp4", "auto", (E2M1FN, E2M1FN, E2M1FN)),
+        ("nvfp4", "auto", (E2M1FN, E2M1FN, E2M1FN)),
     ],
 )
 def test_what_each_name_means(name, compute, operands):
@@ -43,8 +54,13 @@ def test_what_each_name_means(name, compute, operands):
     assert recipe.compute == compute
     assert operand_formats(recipe) == operands
     assert recipe.tf32 == (name == "tf32")
-    assert recipe.grad == recipe.exp_avg == recipe.exp_avg_sq == ng.CastSpec(FP32)
-    assert recipe.param == (ng.CastSpec(FP16, scale=ng.TENSOR_POW2) if name == "fp16_pure" else ng.CastSpec(FP32))
+    assert recipe.grad == ng.CastSpec(BF16 if name == "bf16_pure" else FP32)
+    assert recipe.exp_avg == recipe.exp_avg_sq == ng.CastSpec(FP32)
+    params = {
+        "fp16_pure": ng.CastSpec(FP16, scale=ng.TENSOR_POW2),
+        "bf16_pure": ng.CastSpec(BF16, rounding=ng.STOCHASTIC),
+    }
+    assert recipe.param == params.get(name, ng.CastSpec(FP32))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,7 +84,7 @@ def test_a_recipe_passes_through_and_takes_fields():
         ("FP8_CURRENT", "'fp8_current'"),
         ("fp8 delayed", "'fp8_delayed'"),
         ("fp8_delay", "'fp8_delayed'"),
-        ("fp8", "'fp8_current' or 'fp8_delayed'"),
+        ("mxfp", "'mxfp8' or 'mxfp6' or 'mxfp4'"),
         ("bfloat16", "'bf16'"),
         ("BF16", "'bf16'"),
         ("fp16_pur", "'fp16_pure'"),
@@ -82,7 +98,7 @@ def test_unknown_names_are_errors_that_name_the_closest(wrong, right):
 
 
 def test_a_name_like_no_other_lists_all():
-    with pytest.raises(ng.RecipeError, match="unknown recipe 'zzz'; valid: bf16, fp16, fp16_pure, fp32"):
+    with pytest.raises(ng.RecipeError, match="unknown recipe 'zzz'; valid: bf16, bf16_pure, fp16, fp16_pure, fp32"):
         ng.recipe("zzz")
 
 

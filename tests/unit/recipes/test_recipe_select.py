@@ -105,6 +105,18 @@ def test_a_root_layer_has_the_empty_name():
     assert select([Candidate("", 64, 64)], ng.recipe("fp8_delayed"))[0].quantized
 
 
+def test_shares_of_the_selected_layers_are_rounded_up():
+    assert quantized(first_last=(0.2, 0.4)) == NAMES[1:3]  # of five: 1 and 2
+    assert quantized(first_last=(0.21, 0.0)) == NAMES[2:5]
+    assert quantized(first_last=(1, 0.01)) == NAMES[1:4]
+    assert reasons(first_last=(0, 0.4))["blocks.1.mlp.down"] == "among the last 2 selected layers"
+
+
+def test_globs_of_smooth_that_match_nothing_are_reported():
+    recipe = ng.recipe("fp8_current", smooth=("*.down", "*.dwon"))
+    assert unmatched_globs(LAYERS, recipe) == ["*.dwon"]
+
+
 def test_globs_that_match_nothing_are_reported_but_for_the_defaults():
     recipe = ng.recipe("fp8_current", include=("*.mlp.*", "*.mpl.*"), exclude=("*lm_head", "*.quv"))
     assert unmatched_globs(LAYERS, recipe) == ["*.mpl.*", "*.quv"]

@@ -43,14 +43,46 @@ def test_round_trip_of_every_changed_field():
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in ALL.values() if fmt not in (E8M0FNU, TF32)])
 def test_round_trip_of_formats(fmt):
-    recipe = ng.Recipe(input=ng.CastSpec(fmt))
-    assert through_json(recipe).input.format is fmt
+    recipe = ng.Recipe(exp_avg_sq=ng.CastSpec(fmt)) if fmt.bits >= 8 else ng.Recipe(input=ng.CastSpec(fmt))
+    assert through_json(recipe) == recipe
+    assert (through_json(recipe).input or through_json(recipe).exp_avg_sq).format is fmt
 
 
 @pytest.mark.parametrize("rule", ScaleRule)
 def test_round_trip_of_scales(rule):
-    recipe = ng.Recipe(input=ng.CastSpec(ALL["E4M3FN"], scale=rule))
-    assert through_json(recipe).input.scale is rule
+    spec = (
+        ng.CastSpec(ALL["E2M1FN"], ng.Block(1, 16), rule)
+        if rule is ng.NVFP4
+        else ng.CastSpec(ALL["E4M3FN"], scale=rule)
+    )
+    assert through_json(ng.Recipe(input=spec)).input.scale is rule
+
+
+@pytest.mark.parametrize(
+    "block", [ng.PER_TENSOR, ng.PER_ROW, ng.PER_COLUMN, ng.Block(1, 128), ng.Block(128, 128), ng.Block(None, 32)]
+)
+def test_round_trip_of_granularities(block):
+    recipe = ng.Recipe(weight_for_grad_input=ng.CastSpec(ALL["E4M3FN"], block))
+    assert through_json(recipe).weight_for_grad_input.granularity == block
+
+
+def test_a_block_is_written_by_its_name():
+    spec = ng.CastSpec(ALL["E2M1FN"], ng.Block(1, 16), ng.NVFP4, ng.STOCHASTIC)
+    assert spec_to_dict(spec) == {
+        "format": "E2M1FN",
+        "granularity": "1x16",
+        "scale": "NVFP4",
+        "rounding": "STOCHASTIC",
+    }
+
+
+def test_round_trip_of_transforms():
+    recipe = ng.recipe("nvfp4", hadamard=ng.Hadamard.seeded(3), smooth=("*.down",), first_last=(0.25, 2))
+    data = to_dict(recipe)
+    assert data["hadamard"] == {"signs": list(ng.Hadamard.seeded(3).signs)}
+    assert (data["smooth"], data["first_last"]) == (["*.down"], [0.25, 2])
+    assert through_json(recipe) == recipe
+    assert from_dict({**data, "hadamard": None}).hadamard is None
 
 
 def test_one_cast_alone():
@@ -88,6 +120,10 @@ def test_an_algorithm_that_is_a_function_cannot_be_written():
         ({"input": {"format": "E4M3FN", "scale": {"margins": 1}}}, "input scale: unknown key 'margins'; .*'margin'"),
         ({"input": {"format": "E4M3FN", "scale": {"interval": 0}}}, "interval=0"),
         ({"input": {"format": "E4M3FN", "rounding": "NEAREST"}}, "did you mean 'NEAREST_EVEN'"),
+        ({"input": {"format": "E4M3FN", "granularity": "1x0"}}, "input granularity: unknown '1x0'"),
+        ({"hadamard": [1, -1]}, "hadamard: expected a mapping"),
+        ({"hadamard": {"sign": []}}, "hadamard: unknown key 'sign'; did you mean 'signs'"),
+        ({"hadamard": {"signs": [1, -1]}}, "expected 16 of 1 or -1"),
         ({"param": None}, "param=None: expected a CastSpec"),
         ({"min_size": "16"}, "min_size='16'"),
     ],
