@@ -47,12 +47,12 @@ class ChartRow:
 
 
 def chart_rows(recipes: Iterable[str | Recipe] | None = None) -> list[ChartRow]:
-    """One row for each recipe; where none is named: the guide's rows, then all named recipes.
+    """One row for each recipe, and for each of its schedule; none named: the guide's rows, then all named recipes.
 
     Raises RecipeError for an unknown name.
     """
     if recipes is not None:
-        return [_row(recipe(r)) for r in recipes]
+        return [row for r in recipes for row in _rows(recipe(r))]
     guide = [_row(recipe(name), title) for title, name in GUIDE_ROWS.items()]
     return guide + [_row(recipe(name)) for name in recipe_names()]
 
@@ -69,6 +69,11 @@ def chart_markdown(rows: Sequence[ChartRow]) -> str:
 def chart_json(rows: Sequence[ChartRow]) -> str:
     """The chart as a JSON list of objects, keyed by the fields of `ChartRow`."""
     return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
+
+
+def _rows(of: Recipe) -> list[ChartRow]:
+    (_, first), *later = of.phases
+    return [_row(first), *(_row(each, f"{each.name} after step {step}") for step, each in later)]
 
 
 def _row(of: Recipe, title: str | None = None) -> ChartRow:

@@ -72,6 +72,8 @@ def _plain(field: str, value: Any) -> Any:
         return spec_to_dict(value, field)
     if isinstance(value, Format):
         return value.name
+    if field == "schedule":
+        return [[step, to_dict(recipe)] for step, recipe in value]
     if isinstance(value, Hadamard):
         return {"signs": list(value.signs)}
     if isinstance(value, tuple):
@@ -95,7 +97,15 @@ def _read(field: str, data: Any) -> Any:
         return None
     if field in ROLES:
         return spec_from_dict(data, field)
+    if field == "schedule":
+        return _schedule(data)
     return _hadamard(data) if field == "hadamard" else data
+
+
+def _schedule(data: Any) -> list[tuple[Any, Recipe]]:
+    if not isinstance(data, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in data):
+        raise RecipeError(f"schedule={data!r}: expected pairs [steps, recipe] as `to_dict` writes them")
+    return [(step, from_dict(recipe)) for step, recipe in data]
 
 
 def _hadamard(data: Any) -> Hadamard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from narrowgauge.recipes.roles import (
     UNSET,
     check_role,
 )
+from narrowgauge.recipes.schedule import check_schedule
 
 __all__ = [
     "COMM_ROLES", "FIELDS", "GEMMS", "OPERANDS", "OPERAND_ROLES", "REQUIRED_ROLES", "ROLES", "SECOND_USES",
@@ -58,6 +60,7 @@ class Recipe:
         input and weight, with current scaling.
     tf32: float32 products that remain are rounded to TF32 operands.
     hadamard: transform of both operands of grad_weight along the tokens, before their casts.
+    schedule: ((steps, recipe), ...): the recipe in force after so many optimizer steps, see `switch_at`.
     smooth: globs over names of quantized layers whose input channels are each brought to one magnitude, by a power of
         two that the weight takes back (Smooth-SwiGLU, arXiv:2409.12517): for the projection after a gated product.
 
@@ -92,6 +95,7 @@ class Recipe:
     tf32: bool = False
     hadamard: Hadamard | None = None
     smooth: tuple[str, ...] = ()
+    schedule: tuple[tuple[int, Recipe], ...] = ()
 
     def __new__(cls, **fields: Any) -> Self:
         check_fields(fields)
@@ -114,6 +118,7 @@ class Recipe:
         check.count("min_size", self.min_size)
         for field in ("embeddings", "tf32"):
             check.flag(field, getattr(self, field))
+        set_field(self, "schedule", check_schedule(self, self.schedule))
         self._check_transforms()
 
     def _check_transforms(self) -> None:
@@ -154,11 +159,34 @@ class Recipe:
         check_fields(fields)
         return dataclasses.replace(self, **fields)
 
+    def switch_at(self, step: int, other: str | Recipe) -> Self:
+        """This recipe with a schedule: after `step` optimizer steps, taken or skipped, `other` is in force.
+
+        May be chained for several switches. What may differ is how linear layers multiply and which of them take part,
+        and the compute dtype; what is stored or sent stays: RecipeError where `other` stores or sends otherwise, or
+        where one of them needs loss scaling and the other does not. A model and its optimizer prepared by such a recipe
+        switch by themselves.
+        """
+        from narrowgauge.recipes.library import recipe  # which is made of this module
+
+        return self.replace(schedule=(*self.schedule, (step, recipe(other))))
+
+    def at(self, steps: int) -> Self:
+        """The plain recipe in force after `steps` optimizer steps; 0: before the first."""
+        return [recipe for begin, recipe in self.phases if begin <= steps][-1]
+
+    @property
+    def phases(self) -> tuple[tuple[int, Self], ...]:
+        """(steps before it, plain recipe) of every recipe of the schedule, in order; the first begins after 0 steps."""
+        first = self.replace(schedule=()) if self.schedule else self
+        return ((0, first), *self.schedule)  # type: ignore[return-value]
+
     def resolve(self, device: torch.device | str) -> Self:
         """The same recipe with `compute="auto"` decided: BF16 where the device has it, else FP16 (V100, T4)."""
+        schedule = tuple((step, recipe.resolve(device)) for step, recipe in self.schedule)
         if self.compute != AUTO:
-            return self
-        return self.replace(compute=BF16 if _has_bf16(torch.device(device)) else FP16)
+            return self if schedule == self.schedule else self.replace(schedule=schedule)
+        return self.replace(compute=BF16 if _has_bf16(torch.device(device)) else FP16, schedule=schedule)
 
     @property
     def compute_format(self) -> Format:
@@ -187,12 +215,10 @@ class Recipe:
         return f"Recipe({', '.join(f'{field}={getattr(self, field)!r}' for field in changed)})"
 
     def __str__(self) -> str:
-        rows = [(field, _cell(field, getattr(self, field))) for field in FIELDS if field != "name"]
-        width = max(len(field) for field in FIELDS)
-        return "\n".join([f"recipe {self.name}", *(f"  {field:<{width}}  {cell}" for field, cell in rows)])
+        return "\n".join(_lines(self))
 
 
-FIELDS = tuple(f.name for f in dataclasses.fields(Recipe))
+FIELDS = tuple(f.name for f in dataclasses.fields(Recipe))  # the name is the first
 
 
 def check_fields(fields: dict[str, Any]) -> None:
@@ -210,6 +236,21 @@ def _has_bf16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def _lines(recipe: Recipe) -> list[str]:
+    """All fields of a recipe, and of those that follow it what differs from the one before."""
+    lines = [f"recipe {recipe.name}", *_table({field: _cell(field, getattr(recipe, field)) for field in FIELDS[1:]})]
+    for (_, before), (step, after) in itertools.pairwise(recipe.phases):
+        cells = {field: _cell(field, getattr(after, field)) for field in FIELDS[1:]}
+        changed = {field: cell for field, cell in cells.items() if getattr(before, field) != getattr(after, field)}
+        lines += [f"after step {step}: recipe {after.name}", *_table(changed)]
+    return lines
+
+
+def _table(cells: dict[str, str]) -> list[str]:
+    width = max(len(field) for field in FIELDS)
+    return [f"  {field:<{width}}  {cell}" for field, cell in cells.items()]
+
+
 def _cell(field: str, value: Any) -> str:
     if value is None:
         return UNSET[field]
@@ -217,6 +258,8 @@ def _cell(field: str, value: Any) -> str:
         return "auto: BF16 where the device has it, else FP16 with loss scaling"
     if field == "override_linear_precision":
         return ", ".join(gemm for gemm, flag in zip(GEMMS, value, strict=True) if flag) or "none"
+    if field == "schedule":
+        return "; ".join(f"after step {step}: {recipe.name}" for step, recipe in value) or "none"
     if isinstance(value, tuple):
         return ", ".join(f"{v:.1%}" if isinstance(v, float) else str(v) for v in value) or "none"
     return str(value)
