@@ -3,7 +3,8 @@
 For each role whose scale is delayed a layer holds `{role}_amax_history` (float32 [L], slot 0 live, the last slot the
 newest finished) and `{role}_quant_scale` (float32, 0-dimensional); for all of them together `amax_rolls` (int64, rolls
 so far) and `amax_pending` (bool, whether the layer ran since the last roll). They are saved with the model, and stay
-float32 when the model changes its dtype.
+float32 when the model changes its dtype. A layer of many experts has all this for each expert, in buffers with a
+leading dimension of experts: an expert without tokens did not run.
 
 Who rolls: the optimizer step of a model that was prepared with its optimizer; else the layer itself, at its first
 training forward after a backward. Formulas: `numerics.scaling.roll`.
@@ -11,6 +12,7 @@ training forward after a backward. Formulas: `numerics.scaling.roll`.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
@@ -53,6 +55,7 @@ class DelayedState(nn.Module):
 
     delayed_rules: Mapping[str, Rule] = {}
     rolls_at_step: bool = False  # True: an optimizer step rolls; False: the layer does, before its next forward
+    state_shape: tuple[int, ...] = ()  # (experts,) where each expert has a state of its own
     weight: Tensor
 
     def attach_delayed(self, rules: Mapping[str, Rule]) -> None:
@@ -111,13 +114,13 @@ def is_state_name(name: str) -> bool:
 def _fresh(layer: DelayedState) -> dict[str, Tensor]:
     if not layer.delayed_rules:
         return {}
-    device = layer.weight.device
+    device, shape = layer.weight.device, layer.state_shape
     state: dict[str, Tensor] = {}
     for role, rule in layer.delayed_rules.items():
-        state[role + HISTORY] = torch.zeros(rule.scale.history_length, dtype=torch.float32, device=device)
-        state[role + SCALE] = torch.ones((), dtype=torch.float32, device=device)
-    state[ROLLS] = torch.zeros((), dtype=torch.int64, device=device)
-    state[PENDING] = torch.zeros((), dtype=torch.bool, device=device)
+        state[role + HISTORY] = torch.zeros(*shape, rule.scale.history_length, dtype=torch.float32, device=device)
+        state[role + SCALE] = torch.ones(shape, dtype=torch.float32, device=device)
+    state[ROLLS] = torch.zeros(shape, dtype=torch.int64, device=device)
+    state[PENDING] = torch.zeros(shape, dtype=torch.bool, device=device)
     return state
 
 
@@ -142,36 +145,37 @@ def _fit(layer: DelayedState, state_dict: dict[str, Tensor], prefix: str) -> Non
         if saved is None:
             state_dict[prefix + name] = value
         elif name.endswith(HISTORY):
-            state_dict[prefix + name] = _resized(saved, len(value))
+            state_dict[prefix + name] = _resized(saved, value.shape[-1])
         else:
             state_dict[prefix + name] = saved.to(value.dtype)
 
 
 def _resized(history: Tensor, length: int) -> Tensor:
-    """The live slot and the newest finished entries of `history`, padded with zeros at the old end."""
-    if history.dtype is torch.float32 and len(history) == length:
+    """The live slot and the newest finished entries of `history` [..., L], padded with zeros at the old end."""
+    found = history.shape[-1]
+    if history.dtype is torch.float32 and found == length:
         return history
-    resized = torch.zeros(length, dtype=torch.float32, device=history.device)
-    resized[0] = history[0]
-    kept = min(length, len(history)) - 1
+    resized = torch.zeros(*history.shape[:-1], length, dtype=torch.float32, device=history.device)
+    resized[..., 0] = history[..., 0]
+    kept = min(length, found) - 1
     if kept:
-        resized[-kept:] = history[-kept:]
+        resized[..., -kept:] = history[..., -kept:]
     return resized
 
 
 def roll(layers: Iterable[DelayedState], reducer: Reducer = SINGLE_PROCESS) -> None:
     """Finish a step: every live amax becomes the newest entry of its history, and scales follow where due.
 
-    Layers that did not run since the last roll keep their state. reducer: takes the maximum over data-parallel ranks,
-    once for each device, of float32 [n]: all live amax values, then 1 or 0 for whether each layer ran. Nothing here
-    waits for the device.
+    Layers, and experts of a layer, that did not run since the last roll keep their state. reducer: takes the maximum
+    over data-parallel ranks, once for each device, of float32 [n]: all live amax values, then 1 or 0 for whether each
+    layer or expert ran. Nothing here waits for the device.
     """
     by_device: dict[torch.device, list[DelayedState]] = defaultdict(list)
     for layer in layers:
         if layer.delayed_rules:
             by_device[_buffer(layer, ROLLS).device].append(layer)
     for group in by_device.values():
-        pending = torch.stack([_buffer(layer, PENDING) for layer in group])
+        pending = torch.cat([_buffer(layer, PENDING).view(-1) for layer in group])
         _roll_on_device(group, pending, reducer)
 
 
@@ -180,56 +184,67 @@ def roll_before_forward(layer: DelayedState) -> None:
     pending = _buffer(layer, PENDING)
     if "grad_output" in layer.delayed_rules:
         # a backward leaves the amax of grad_output in its live slot, NaN included
-        pending = pending & (_history(layer, "grad_output")[0] != 0)
-    _roll_on_device([layer], pending.reshape(1), SINGLE_PROCESS)
+        pending = pending & (_history(layer, "grad_output")[..., 0] != 0)
+    _roll_on_device([layer], pending.view(-1), SINGLE_PROCESS)
 
 
 def clear(layers: Iterable[DelayedState]) -> None:
     """Forget the live amax values: the step was skipped, and its tensors say nothing about later ones."""
     live: list[Tensor] = []
     for layer in layers:
-        live += [_history(layer, role)[0] for role in layer.delayed_rules]
+        live += [_history(layer, role)[..., 0] for role in layer.delayed_rules]
         live += [_buffer(layer, PENDING)] if layer.delayed_rules else []
     if live:
         torch._foreach_zero_(live)
 
 
 class _Entry(NamedTuple):
-    layer: int
-    history: Tensor
-    quant_scale: Tensor
+    """The state of one role of one layer, or of its experts: n units from number `first` of all that roll together."""
+
+    first: int
+    history: Tensor  # [n, L], a view of the buffer
+    quant_scale: Tensor  # [n], a view of the buffer
+
+    @property
+    def units(self) -> range:
+        return range(self.first, self.first + len(self.history))
 
 
 @torch.no_grad()
 def _roll_on_device(layers: list[DelayedState], pending: Tensor, reducer: Reducer) -> None:
+    """Roll the state of `layers`, all on one device. pending: bool [units], one for each layer or expert of one."""
+    waiting = [_buffer(layer, PENDING).view(-1) for layer in layers]
+    counters = [_buffer(layer, ROLLS).view(-1) for layer in layers]
+    sizes = [len(part) for part in waiting]
     groups: dict[tuple[Format, Delayed], list[_Entry]] = defaultdict(list)
-    for at, layer in enumerate(layers):
+    for layer, first in zip(layers, itertools.accumulate(sizes, initial=0), strict=False):
         for role, rule in layer.delayed_rules.items():
-            groups[rule.format, rule.scale].append(_Entry(at, _history(layer, role), _buffer(layer, role + SCALE)))
-    live = {key: torch.stack([entry.history[0] for entry in entries]) for key, entries in groups.items()}
+            history = _history(layer, role).view(-1, rule.scale.history_length)
+            groups[rule.format, rule.scale].append(_Entry(first, history, _buffer(layer, role + SCALE).view(-1)))
+    live = {key: torch.cat([entry.history[:, 0] for entry in entries]) for key, entries in groups.items()}
     if reducer is not SINGLE_PROCESS:  # one collective for all
         reduced = reducer.max_(torch.cat([*live.values(), pending.float()]))
-        *parts, ran = reduced.split([*(len(part) for part in live.values()), len(layers)])
+        *parts, ran = reduced.split([*(len(part) for part in live.values()), len(pending)])
         live, pending = dict(zip(live, parts, strict=True)), ran > 0
-    rolls = torch.stack([_buffer(layer, ROLLS) for layer in layers])
+    rolls = torch.cat(counters)
     for (fmt, rule), entries in groups.items():
-        at = torch.tensor([entry.layer for entry in entries], device=pending.device)
+        at = torch.tensor([unit for entry in entries for unit in entry.units], device=pending.device)
         due = rolls[at] % rule.interval == 0
         _roll_group(entries, live[fmt, rule], pending[at], due, fmt, rule)
-    waiting = [_buffer(layer, PENDING) for layer in layers]
-    left = torch.stack(waiting) & ~pending
-    torch._foreach_add_([_buffer(layer, ROLLS) for layer in layers], list(pending.long().unbind(0)))
-    torch._foreach_copy_(waiting, list(left.unbind(0)))
+    left = torch.cat(waiting) & ~pending
+    torch._foreach_add_(counters, list(pending.long().split(sizes)))
+    torch._foreach_copy_(waiting, list(left.split(sizes)))
 
 
 def _roll_group(entries: list[_Entry], live: Tensor, ran: Tensor, due: Tensor, fmt: Format, rule: Delayed) -> None:
     """Roll all histories [n, L] of one format and rule at once. ran, due: bool [n]."""
-    before = torch.stack([entry.history for entry in entries])
+    before = torch.cat([entry.history for entry in entries])
     before[:, 0] = live
-    scale = torch.stack([entry.quant_scale for entry in entries])
+    scale = torch.cat([entry.quant_scale for entry in entries])
     # the first roll always rescales, so that `due` alone decides
     after, renewed = scaling.roll(before, scale, fmt, rule, rolls_before=0)
     after = torch.where(ran.unsqueeze(-1), after, before)
     renewed = torch.where(ran & due, renewed, scale)
-    torch._foreach_copy_([entry.history for entry in entries], list(after.unbind(0)))
-    torch._foreach_copy_([entry.quant_scale for entry in entries], list(renewed.unbind(0)))
+    sizes = [len(entry.units) for entry in entries]
+    torch._foreach_copy_([entry.history for entry in entries], list(after.split(sizes)))
+    torch._foreach_copy_([entry.quant_scale for entry in entries], list(renewed.split(sizes)))
