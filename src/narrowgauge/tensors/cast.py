@@ -11,6 +11,7 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics import kernels, scaling
 from narrowgauge.numerics.scaling import CURRENT, NONE, NVFP4, TENSOR_POW2, Delayed, ScaleRule
 from narrowgauge.recipes.spec import CastSpec
+from narrowgauge.tensors import tiles
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -124,20 +125,28 @@ def saturates(spec: CastSpec) -> bool:
     return spec.format.saturating or spec.is_scaled
 
 
-def cast_storage(x: Tensor, spec: CastSpec, old_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast `x` for storage with a fresh scale: (codes, dequant_scale, amax), the latter two 0-dimensional float32.
+def cast_storage(
+    x: Tensor, spec: CastSpec, old_scale: Tensor | None = None, key: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast `x` for storage with fresh scales: (codes, dequant_scale, amax).
 
-    x: a plain floating tensor, any strides. old_scale: the dequant_scale before; TENSOR_POW2 keeps it where amax is
-    zero or not finite, and delayed scaling, whose history is elsewhere, falls back to current scaling. A NaN in a
-    scaled format without NaN makes the scale NaN; in an unscaled one it raises RecipeError.
+    dequant_scale: 0-dimensional float32 for a spec per tensor, else one a tile as `scaling.block_scales` stores them,
+    of shape `tiles.scale_shape`. amax: 0-dimensional float32. x: a plain floating tensor, any shape and strides.
+    old_scale: the dequant_scale before; TENSOR_POW2 keeps it where amax is zero or not finite, and delayed scaling,
+    whose history is elsewhere, falls back to current scaling. key: random bits of a stochastic spec, see `philox`. A
+    NaN in a scaled format without NaN makes the scale of its tile NaN; in an unscaled one it raises RecipeError, and so
+    does a stochastic spec without a key.
     """
     x = x.detach()
     if x.dtype is torch.float64:
         x = x.float()
+    key = _key_for(spec, key)
+    if spec.in_blocks:
+        return tiles.quantize(x, spec, key)
     amax = kernels.amax(x)
     rule = CURRENT if isinstance(spec.scale, Delayed) else _current_rule(spec)
     if rule is NONE:
-        codes = kernels.quantize(x, None, spec.format, saturating=saturates(spec)).codes
+        codes = kernels.quantize(x, None, spec.format, saturating=saturates(spec), key=key).codes
         assert codes is not None
         return codes, torch.ones_like(amax), amax
     quant_scale = scaling.quant_scale_of(amax, spec.format, rule)
@@ -150,7 +159,7 @@ def cast_storage(x: Tensor, spec: CastSpec, old_scale: Tensor | None = None) -> 
         dequant_scale = torch.where(amax.isnan(), torch.nan, dequant_scale)
         x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         quant_scale = torch.where(amax.isnan(), 1.0, quant_scale)  # some rules give NaN, which has no code
-    codes = kernels.quantize(x, quant_scale, spec.format, saturating=True).codes
+    codes = kernels.quantize(x, quant_scale, spec.format, saturating=True, key=key).codes
     assert codes is not None
     return codes, dequant_scale, amax
 

@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
+from narrowgauge.numerics import philox
 from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
 from narrowgauge.recipes.spec import CastSpec
-from narrowgauge.tensors import rules
-from narrowgauge.tensors.cast import FLOATING, cast_storage, check_castable
+from narrowgauge.tensors import rules, tiles
+from narrowgauge.tensors.cast import cast_storage, check_castable
+from narrowgauge.tensors.parts import check_parts, scale_dtype
 from narrowgauge.tensors.values import as_bytes, decode, values_of
+from narrowgauge.tensors.views import ReadOnlyView
 
 _set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
@@ -24,17 +27,20 @@ _INNER = ("codes", "dequant_scale", "amax")
 
 
 class QuantizedTensor(Tensor):
-    """A tensor of `dtype` that is stored as `codes` of a narrower format, with one scale: `x ~ codes * dequant_scale`.
+    """A tensor of `dtype` that is stored as `codes` of a narrower format, with scales: `x ~ codes * dequant_scale`.
 
     It is a `torch.Tensor`, and may be a parameter or a gradient. What holds of it:
 
     - An operation without a rule of its own reads the values that the codes stand for, and gives a plain tensor.
-    - An in-place operation casts its result with a fresh scale into the same codes, so that every alias sees it; the
-      object stays the same. One that changes no value changes no bit. `mul_` and `div_` by a scalar go into the scale
-      where its rule allows it (a float32 scale: any positive factor; a power-of-two scale: powers of two).
+    - An in-place operation casts its result with fresh scales into the same codes, so that every alias sees it; the
+      object stays the same. One that changes no value changes no bit. `mul_` and `div_` by a scalar go into the scales
+      where their rule allows it (float32 scales: any positive factor, or a power of two where they are powers of two).
+      A stochastic cast draws a fresh key from torch's default generator each time.
     - `detach`, `clone`, `to`, `copy_`, `zero_`, `empty_like` keep the codes. `to` another floating dtype changes the
       dtype that the tensor stands for. `zeros_like` and all other constructors give plain tensors.
-    - Views alias the codes and the scale. A write to a view of a part renews the scale of the whole.
+    - Views of a tensor with one scale alias codes and scale; a write to a view of a part renews the scale of the whole.
+      With scales of tiles, views of the same shape and transposed matrices (with the transposed spec) do so; any other
+      view is a `ReadOnlyView`, which refuses writes.
     - `p.data = other` casts `other` by the spec of `p`, or takes over the codes of a QuantizedTensor of that spec.
       A plain tensor assigned so is copied: writes to it later do not reach `p`.
     - What cannot be done without losing a write raises NarrowgaugeError: reinterpreting the bits (`view(torch.uint8)`),
@@ -44,10 +50,12 @@ class QuantizedTensor(Tensor):
     the format's maximum as infinite where `amax` is infinite, so that a non-finite gradient stays one for a loss
     scaler or a norm. `dequantize()` returns what the codes hold.
 
-    codes: of `spec.format.dtype` (formats below 8 bits: one code a byte), of any strides. dequant_scale, amax:
-    0-dimensional float32; amax is an upper bound of the source's magnitudes, infinite or NaN where it held such values,
-    and by default what follows from the scale. The tensors given are kept, not copied. Raises NarrowgaugeError for
-    tensors that do not fit `spec`.
+    codes: of `spec.format.dtype` (formats below 8 bits: one code a byte), of any strides. dequant_scale: for a spec per
+    tensor 0-dimensional float32; else one entry a tile, [*batch, down, across] ([across] for a vector), in the dtype
+    that the rule stores: float32, float8_e8m0fnu, or NVFP4's float8_e4m3fn, a byte of which stands for
+    byte * amax / 2688. amax: 0-dimensional float32, an upper bound of the source's magnitudes, infinite or NaN where it
+    held such values, and by default what follows from the scales (NVFP4: the source's amax, which must be given). The
+    tensors given are kept, not copied. Raises NarrowgaugeError for tensors that do not fit `spec`.
     """
 
     codes: Tensor
@@ -70,7 +78,7 @@ class QuantizedTensor(Tensor):
         *,
         whole: Tensor | None = None,
     ) -> QuantizedTensor:
-        _check_parts(codes, dequant_scale, spec, dtype)
+        check_parts(codes, dequant_scale, spec, dtype, amax)
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             codes.size(),
@@ -92,7 +100,9 @@ class QuantizedTensor(Tensor):
     ) -> None:
         self.codes = codes
         self.dequant_scale = dequant_scale
-        self.amax = dequant_scale * spec.format.max if amax is None else amax
+        if amax is None:
+            amax = tiles.amax_of(dequant_scale, spec) if spec.in_blocks else dequant_scale * spec.format.max
+        self.amax = amax
         self.spec = spec
         self._whole = whole
 
@@ -117,6 +127,8 @@ class QuantizedTensor(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """A plain tensor of `codes * dequant_scale`, in `dtype` (default: the dtype that this one stands for).
+
+        With scales of tiles, each code times that of its tile (NVFP4: times byte * amax * fl(1/2688), in this order).
 
         Multiplied in float32 and rounded once. Gradients flow through it unchanged.
         """
@@ -194,9 +206,8 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be pickled: call detach() first")
         # as bytes: plain pickle of a float8 tensor cannot be read back (torch 2.13)
-        codes = as_bytes(self.codes)
         whole = None if self._whole is None else as_bytes(self._whole)
-        parts = (codes, self.dequant_scale, self.amax, whole)
+        parts = (as_bytes(self.codes), as_bytes(self.dequant_scale), self.amax, whole)
         return _rebuild, (parts, spec_to_dict(self.spec), self.dtype, self.requires_grad, self._extras())
 
     def _extras(self) -> dict[str, Any]:
@@ -211,7 +222,8 @@ class QuantizedTensor(Tensor):
         if type(self.codes) is not Tensor or self.is_meta:  # no values to show
             return f"QuantizedTensor(size={tuple(self.shape)}, device={self.device}, {about})"
         values = repr(self.detach().dequantize().float()).removeprefix("tensor(").removesuffix(")")
-        return f"QuantizedTensor({values}, {about}, dequant_scale={self.dequant_scale.item():.6g})"
+        scale = f"{self.dequant_scale.item():.6g}" if not self.spec.in_blocks else _summary(self.dequant_scale)
+        return f"QuantizedTensor({values}, {about}, dequant_scale={scale})"
 
 
 class _Dequantize(torch.autograd.Function):
@@ -230,16 +242,18 @@ class _Dequantize(torch.autograd.Function):
 def quantize(
     x: Tensor, spec: CastSpec, generator: torch.Generator | None = None, *, old_scale: Tensor | None = None
 ) -> QuantizedTensor:
-    """Cast `x` by `spec`, with a scale taken from `x`: `codes = cast(x * quant_scale)`.
+    """Cast `x` by `spec`, with scales taken from `x`: `codes = cast(x * quant_scale)`.
 
-    x: float16, bfloat16, float32 or float64 (rounded to float32 first), of any shape, also empty; the codes follow its
-    logical order whatever its strides. The result stands for a tensor of x's dtype, has no gradient, and shares no
-    memory with `x`. generator: random bits for stochastic rounding; nearest-even draws none. old_scale: the
-    dequant_scale that TENSOR_POW2 keeps where `x` is all zero or not finite; 1 where left out.
+    x: float16, bfloat16, float32 or float64 (rounded to float32 first), of any shape, also empty; codes and tiles
+    follow its logical order whatever its strides, see `Block` for batches, vectors and ragged sizes. The result stands
+    for a tensor of x's dtype, has no gradient, and shares no memory with `x`. generator: source of the random bits of
+    stochastic rounding (None: torch's default one); nearest-even draws none. old_scale: the dequant_scale that
+    TENSOR_POW2 keeps where `x` is all zero or not finite; 1 where left out.
 
     Infinities saturate in narrow and in scaled formats, NaN stays NaN, and `amax` of the result shows either. In a
-    format without NaN, a NaN makes the scale NaN; an unscaled cast to one raises RecipeError, and so does delayed
-    scaling, whose scale comes from earlier steps. Raises NarrowgaugeError for any other x.
+    format without NaN, a NaN makes the scale of its tile NaN (NVFP4: of all tiles, since each has a part in the amax of
+    the whole); an unscaled cast to one raises RecipeError, and so does delayed scaling, whose scale comes from earlier
+    steps. Raises NarrowgaugeError for any other x.
     """
     if not isinstance(spec, CastSpec):
         raise RecipeError(f"expected a CastSpec, found {spec!r}: e.g. CastSpec(formats.E4M3FN)")
@@ -249,23 +263,16 @@ def quantize(
             "the scale yourself with QuantizedTensor(codes, dequant_scale, spec)"
         )
     check_castable(x)
-    values = values_of(x) if isinstance(x, QuantizedTensor) else x.detach()
-    codes, dequant_scale, amax = cast_storage(values, spec, old_scale)
+    values = values_of(x) if isinstance(x, QuantizedTensor) else x.read() if isinstance(x, ReadOnlyView) else x.detach()
+    key = philox.draw_key(x.device, generator) if spec.is_stochastic else None
+    codes, dequant_scale, amax = cast_storage(values, spec, old_scale, key)
     if codes.dtype is x.dtype:
         codes = codes.clone()  # the cast may be no cast: then the codes are x itself
     return QuantizedTensor(codes, dequant_scale, spec, x.dtype, amax)
 
 
-def _check_parts(codes: Tensor, dequant_scale: Tensor, spec: CastSpec, dtype: torch.dtype) -> None:
-    if codes.dtype is not spec.format.dtype:
-        raise NarrowgaugeError(f"codes of {spec.format}: expected {spec.format.dtype}, found {codes.dtype}")
-    if dequant_scale.ndim or dequant_scale.dtype is not torch.float32:
-        raise NarrowgaugeError(
-            f"dequant_scale: expected one float32 value of shape (), found {dequant_scale.dtype} of shape "
-            f"{tuple(dequant_scale.shape)}"
-        )
-    if dtype not in FLOATING:
-        raise NarrowgaugeError(f"a QuantizedTensor stands for a tensor of a floating dtype, not {dtype}")
+def _summary(scales: Tensor) -> str:
+    return f"{list(scales.shape)} of {str(scales.dtype).removeprefix('torch.')}"
 
 
 def _rebuild(
@@ -275,6 +282,7 @@ def _rebuild(
     codes, dequant_scale, amax, whole = parts
     spec = spec_from_dict(spec_fields)
     whole = None if whole is None else whole.view(spec.format.dtype)
+    dequant_scale = dequant_scale.view(scale_dtype(spec))
     q = QuantizedTensor(codes.view(spec.format.dtype), dequant_scale, spec, dtype, amax, whole=whole)
     q.requires_grad_(requires_grad)
     vars(q).update(extras)

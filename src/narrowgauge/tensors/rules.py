@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.numerics.scaling import CURRENT, NONE, Delayed
+from narrowgauge.numerics.scaling import CURRENT, FLT_MAX, NONE, Delayed
+from narrowgauge.tensors import tiles
 from narrowgauge.tensors.cast import FLOATING
 from narrowgauge.tensors.values import values_of, write
+from narrowgauge.tensors.views import ReadOnlyView, arguments_written, is_composite_view, is_reinterpretation
 
 if TYPE_CHECKING:
     from narrowgauge.tensors.quantized import QuantizedTensor
@@ -27,6 +29,8 @@ _RULES: dict[Any, Rule] = {}
 
 def dispatch(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func`, at least one of whose arguments is a `cls`."""
+    if is_composite_view(func):
+        return func.decompose(*args, **kwargs)
     rule = _RULES.get(func)
     if rule is not None:
         result = rule(cls, func, args, kwargs)
@@ -48,7 +52,7 @@ def dispatch(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[st
 
 def _fallback(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on the values of its QuantizedTensors, then cast those that it wrote to."""
-    written = {id(q): q for q in _written(cls, func, args, kwargs)}
+    written = {id(q): q for q in arguments_written(cls, func, args, kwargs)}
     plain: dict[int, Tensor] = {}
 
     def unwrap(x: Any) -> Any:
@@ -76,21 +80,10 @@ def _fallback(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[s
     return by_plain.get(id(result), result)
 
 
-def _written(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The QuantizedTensors that `func` writes to, by its schema."""
-    if not func._schema.is_mutable:
-        return
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, cls))
-
-
 def _view(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A view of the codes, with the same scale."""
+    """A view of the codes, with the same scale; of tiles where it keeps them whole, else one that refuses writes."""
     q = args[0]
-    if func is aten.view.dtype and args[1] is not q.dtype:
+    if is_reinterpretation(func, args):
         raise NarrowgaugeError(
             f"cannot reinterpret a QuantizedTensor as {args[1]}: its memory holds codes, not {q.dtype} values; use "
             ".codes for the codes, or .dequantize().view(...) for the values"
@@ -98,7 +91,9 @@ def _view(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, 
     if func is aten.view.dtype:
         func, args = aten.alias.default, args[:1]
 
-    def wrap(codes: Tensor) -> QuantizedTensor:
+    def wrap(codes: Tensor) -> QuantizedTensor | ReadOnlyView:
+        if q.spec.in_blocks:
+            return _view_of_tiles(cls, q, codes, func, args)
         # as_strided may leave elements out and repeat others, whatever their number
         is_whole = codes.numel() == q.codes.numel() and func is not aten.as_strided.default
         whole = q._whole if q._whole is not None else None if is_whole else q.codes
@@ -108,7 +103,40 @@ def _view(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, 
     with torch.inference_mode(q.is_inference()):
         codes = func(q.codes, *args[1:], **kwargs)
         views = [wrap(c) for c in codes] if isinstance(codes, (list, tuple)) else wrap(codes)
+    if any(isinstance(view, ReadOnlyView) for view in (views if isinstance(views, list) else [views])):
+        return views  # of another class, which has no storage to alias
     return return_and_correct_aliasing(func, args, kwargs, views)
+
+
+def _view_of_tiles(
+    cls: type[QuantizedTensor], q: QuantizedTensor, codes: Tensor, func: Any, args: tuple
+) -> QuantizedTensor | ReadOnlyView:
+    if _turns_matrices(func, args, q.ndim):
+        return cls(codes, q.dequant_scale.mT, q.spec.transposed, q.dtype, q.amax)
+    source = cls(q.codes, q.dequant_scale, q.spec, q.dtype, q.amax)
+    return source if _is_same_view(codes, q.codes) else ReadOnlyView(source, codes)
+
+
+def _turns_matrices(func: Any, args: tuple, ndim: int) -> bool:
+    """True for the views that transpose every matrix of the last two dimensions."""
+    if ndim < 2 or func not in (aten.t.default, aten.transpose.int, aten.permute.default):
+        return False
+    order = list(range(ndim))
+    if func is aten.permute.default:
+        order = [d % ndim for d in args[1]]
+    elif func is aten.transpose.int:
+        first, second = args[1] % ndim, args[2] % ndim
+        order[first], order[second] = second, first
+    else:
+        order.reverse()
+    return order == [*range(ndim - 2), ndim - 1, ndim - 2]
+
+
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    """True where two views of one memory have the same shape and the same elements in the same places."""
+    if a.size() != b.size() or a.storage_offset() != b.storage_offset():
+        return False
+    return all(s == t for size, s, t in zip(a.size(), a.stride(), b.stride(), strict=True) if size > 1)
 
 
 def _rule(*funcs: Any) -> Callable[[Rule], Rule]:
@@ -146,14 +174,20 @@ def _to(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @_rule(aten.empty_like.default)
 def _empty_like(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Codes without values, with the scale of an all-zero tensor."""
+    """Codes without values, with the scales of an all-zero tensor."""
     q = args[0]
     dtype = kwargs.pop("dtype", None) or q.dtype
     if dtype not in FLOATING:
         return NotImplemented
     codes = func(q.codes, *args[1:], **kwargs)
-    one = torch.ones((), dtype=torch.float32, device=codes.device)
-    return cls(codes, one, q.spec, dtype, torch.zeros_like(one))
+    amax = torch.zeros((), dtype=torch.float32, device=codes.device)
+    return cls(codes, _scale_of_zeros(q, codes.device), q.spec, dtype, amax)
+
+
+def _scale_of_zeros(q: QuantizedTensor, device: torch.device) -> Tensor:
+    if q.spec.in_blocks:
+        return tiles.scales_of(0.0, q.shape, q.spec, device)
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 @_rule(aten.dequantize.self)
@@ -163,7 +197,8 @@ def _dequantize(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Te
 
 @_rule(aten.copy_.default)
 def _copy_into(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    q, source = args[:2]
+    q: Any = args[0]
+    source: Any = args[1].read() if isinstance(args[1], ReadOnlyView) else args[1]
     if not isinstance(q, cls):
         return NotImplemented
     if not isinstance(source, cls):
@@ -184,7 +219,7 @@ def _zero(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if q._whole is not None:
         return NotImplemented
     q.codes.zero_()
-    q.dequant_scale.fill_(1.0)
+    q.dequant_scale.copy_(_scale_of_zeros(q, q.device))
     q.amax.zero_()
     return q
 
@@ -193,16 +228,18 @@ def _zero(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _scale(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A factor goes into the scale where the scale's rule allows it: the codes stay."""
     q, factor = args[:2]
-    if not isinstance(q, cls) or q._whole is not None or not _fits_scale(cls, factor, q.spec.scale):
+    if not isinstance(q, cls) or q._whole is not None or not _fits_scale(cls, factor, q):
         return NotImplemented
     func(q.dequant_scale, factor)
+    q.dequant_scale.clamp_(max=FLT_MAX)  # zeros stay zeros under any factor
     func(q.amax, factor)
     q.amax.abs_()  # a tensor factor may be negative
     return q
 
 
-def _fits_scale(cls: type, factor: Any, rule: Any) -> bool:
-    if rule is NONE:
+def _fits_scale(cls: type, factor: Any, q: QuantizedTensor) -> bool:
+    rule = q.spec.scale
+    if rule is NONE or q.dequant_scale.dtype is not torch.float32:  # a byte takes the factor only if it is cast anew
         return False
     free = rule is CURRENT or isinstance(rule, Delayed)
     if isinstance(factor, Tensor):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.numerics import kernels
+from narrowgauge.numerics import kernels, philox
+from narrowgauge.tensors import tiles
 from narrowgauge.tensors.cast import cast_storage
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 def decode(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """codes * dequant_scale in `dtype`, laid out in memory as the codes are."""
+    if q.spec.in_blocks:
+        return tiles.dequantize(q.codes, q.dequant_scale, q.amax, q.spec, dtype)
     if q.codes.is_contiguous():
         return kernels.dequantize(q.codes, q.dequant_scale, q.spec.format, dtype)
     # a transposed tensor is decoded in the order of its memory: copying it into its logical order would cost more
@@ -30,20 +33,24 @@ def decode(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 def values_of(q: QuantizedTensor) -> Tensor:
     """The plain tensor that operations see: the decoded codes, with the infinities that saturated in the cast.
 
-    Where amax is infinite, a value at the format's maximum is infinite, since the codes cannot say so.
+    Where amax is infinite, a value at the format's maximum is infinite, since the codes cannot say so; with scales of
+    tiles, one in the tiles whose scale is that of an infinite amax.
     """
     values = decode(q, q.dtype)
     if _is_readable(q.amax) and not math.isinf(q.amax.item()):
         return values
-    top = (q.dequant_scale * q.spec.format.max).to(values.dtype)
-    return torch.where(q.amax.isinf() & (values.abs() >= top), values * torch.inf, values)
+    if q.spec.in_blocks:
+        infinite = tiles.infinite_values(q.codes, q.dequant_scale, q.spec)
+    else:
+        infinite = values.abs() >= (q.dequant_scale * q.spec.format.max).to(values.dtype)
+    return torch.where(q.amax.isinf() & infinite, values * torch.inf, values)
 
 
 def write(q: QuantizedTensor, values: Tensor, *, keep_unchanged: bool = True) -> None:
-    """Cast `values` (of q's shape) with a fresh scale into q's own codes, scale and amax.
+    """Cast `values` (of q's shape) with fresh scales into q's own codes, scales and amax.
 
     keep_unchanged: values equal to those that q holds leave all of its bits as they are, the scale's too; with False
-    the result is that of `quantize`.
+    the result is that of `quantize`. A stochastic cast draws its key from torch's default generator.
     """
     whole = q
     if q._whole is not None:
@@ -52,13 +59,17 @@ def write(q: QuantizedTensor, values: Tensor, *, keep_unchanged: bool = True) ->
     held = values_of(whole) if keep_unchanged else None
     if held is not None and _is_readable(held) and torch.equal(held, values):
         return
-    parts = cast_storage(values, q.spec, q.dequant_scale)
+    key = philox.draw_key(q.device) if q.spec.is_stochastic else None
+    parts = cast_storage(values, q.spec, q.dequant_scale, key)
+    mine = (whole.codes, q.dequant_scale, q.amax)
     if held is not None and not _is_readable(held):  # the same without waiting for the device
         changed = (held != values).any()
-        codes = torch.where(changed, as_bytes(parts[0]), as_bytes(whole.codes)).view(whole.codes.dtype)
-        parts = codes, torch.where(changed, parts[1], q.dequant_scale), torch.where(changed, parts[2], q.amax)
-    for mine, new in zip((whole.codes, q.dequant_scale, q.amax), parts, strict=True):
-        mine.copy_(new)
+        parts = tuple(
+            torch.where(changed, as_bytes(new), as_bytes(old)).view(old.dtype)
+            for new, old in zip(parts, mine, strict=True)
+        )
+    for old, new in zip(mine, parts, strict=True):
+        old.copy_(new)
 
 
 def _is_readable(x: Tensor) -> bool:
@@ -76,26 +87,45 @@ def as_bytes(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8) if codes.element_size() == 1 else codes
 
 
-def _scatter(view: QuantizedTensor, whole_tensor: QuantizedTensor, values: Tensor) -> Tensor:
+def _scatter(view: QuantizedTensor, whole: QuantizedTensor, values: Tensor) -> Tensor:
     """The values of the whole that `view` is a part of, with that part replaced by `values`."""
-    whole, part = whole_tensor.codes, view.codes
+    part = view.codes
     if _may_overlap(part):
         raise NarrowgaugeError(
             f"cannot write to a view of shape {tuple(part.shape)} whose elements share memory (strides "
             f"{part.stride()}): write to the tensor it was expanded from"
         )
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(whole.size(), whole.stride(), strict=True))
-    offset = part.storage_offset() - whole.storage_offset()
-    last = offset + sum((size - 1) * stride for size, stride in zip(part.size(), part.stride(), strict=True))
-    if part.numel() and not 0 <= offset <= last < extent:
-        raise NarrowgaugeError("cannot write to a view of memory outside of the QuantizedTensor it was made from")
-    # decoded into memory laid out as the codes are, so that the view's strides and offset hold there too
-    laid_out = torch.zeros(max(extent, 0), dtype=values.dtype, device=values.device)
-    all_values = laid_out.as_strided(whole.size(), whole.stride(), 0)
-    all_values.copy_(values_of(whole_tensor))
-    if part.numel():
-        laid_out.as_strided(part.size(), part.stride(), offset).copy_(values)
+    all_values = laid_out(whole)
+    part_of(all_values, whole.codes, part).copy_(values)
     return all_values
+
+
+def laid_out(q: QuantizedTensor) -> Tensor:
+    """`values_of` in memory laid out as the codes are, from offset 0 on, so that strides of their views hold there."""
+    codes, values = q.codes, values_of(q)
+    if _is_readable(values) and values.is_contiguous() and codes.is_contiguous() and not values.storage_offset():
+        if values.data_ptr() != codes.data_ptr():  # unscaled wide codes may be the values themselves
+            return values
+    memory = torch.zeros(max(_extent(codes), 0), dtype=values.dtype, device=values.device)
+    return memory.as_strided(codes.size(), codes.stride(), 0).copy_(values)
+
+
+def part_of(all_values: Tensor, codes: Tensor, part: Tensor) -> Tensor:
+    """The view of `laid_out` values that `part` is of the codes."""
+    offset = part.storage_offset() - codes.storage_offset()
+    last = offset + sum((size - 1) * stride for size, stride in zip(part.size(), part.stride(), strict=True))
+    if not part.numel():
+        return all_values.new_empty(part.size())
+    if not 0 <= offset <= last < _extent(codes):
+        raise NarrowgaugeError(
+            "a view of memory outside of the QuantizedTensor it was made from: take it from the whole"
+        )
+    return all_values.as_strided(part.size(), part.stride(), offset)
+
+
+def _extent(x: Tensor) -> int:
+    """Elements of memory from the first to the last of `x`."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.size(), x.stride(), strict=True))
 
 
 def _may_overlap(x: Tensor) -> bool:
