@@ -47,7 +47,7 @@ class CastSpec:
         ):
             if not isinstance(getattr(self, field), kind):
                 raise RecipeError(f"CastSpec {field}={getattr(self, field)!r}: expected {example}")
-        if self.format is E8M0FNU:
+        if self.format == E8M0FNU:  # a compiler may make formats anew: they are equal, not the same
             raise RecipeError("E8M0FNU is the format of a block's scale: no tensor is cast to it")
         if self.scale is None:
             object.__setattr__(self, "scale", CURRENT if self.format.is_narrow else NONE)
@@ -63,7 +63,7 @@ class CastSpec:
             raise RecipeError(
                 f"{granularity!r} with {scale!r}: parts of a tensor need scales of their own; use CURRENT, CURRENT_POW2"
             )
-        if scale is NVFP4 and (self.format is not E2M1FN or None in (granularity.rows, granularity.columns)):
+        if scale is NVFP4 and (self.format != E2M1FN or None in (granularity.rows, granularity.columns)):
             raise RecipeError(
                 f"scale NVFP4 with {self.format}, {granularity!r}: it is defined for blocks of E2M1FN; use "
                 "CastSpec(formats.E2M1FN, Block(1, 16), NVFP4), or another scale"
