@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 
 from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.layers import delayed, wrapping
-from narrowgauge.layers.convert import convert, device_of
-from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.convert import convert, device_of, doubts
+from narrowgauge.layers.delayed import DelayedState
 from narrowgauge.layers.parameters import store
+from narrowgauge.layers.schedule import Schedule
 from narrowgauge.numerics.formats import BF16, FP16, FP32
 from narrowgauge.numerics.rounding import STOCHASTIC
+from narrowgauge.optim import stochastic
 from narrowgauge.optim.groups import check_optimizer, is_plain_sgd, match_state_dtypes, replace_parameters
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard
 from narrowgauge.recipes import library
@@ -42,6 +44,8 @@ def prepare(
     - optimizer.step() skips steps with non-finite gradients, and says so in `optimizer.step_was_skipped`; max_skips of
       them in a row raise DivergenceError. It also rolls the history of delayed scaling; with optimizer None each layer
       does that itself, at its first training forward after a backward.
+    - A recipe with a schedule (`Recipe.switch_at`) changes by itself after so many steps of this optimizer. The count is
+      in its state dict: load that before the model's, as narrowgauge.load does.
     - autocast True: the model's forward runs inside `autocast(recipe)`. False: place that yourself.
     - Floating buffers of the model keep their dtype under `.to(dtype)`, `.half()`, `.bfloat16()` and `.float()`.
 
@@ -61,30 +65,40 @@ def prepare(
     recipe = library.recipe(recipe).resolve(device_of(model))
     if optimizer is not None:
         check_optimizer(optimizer, model)
+    (_, first), *later = recipe.phases
+    if later and optimizer is None:
+        raise RecipeError(
+            f"recipe '{recipe.name}' has a schedule: expected the optimizer whose steps it counts, found None; pass it, "
+            "or prepare by one of its recipes, recipe.at(steps)"
+        )
     check_supported(recipe, optimizer)
     check_stored(model, recipe)
     stored = store(model, recipe)
-    convert(model, recipe)
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    for layer in layers:
-        layer.rolls_at_step = optimizer is not None
-    wrapping.install(model, recipe, autocast)
+    convert(model, first)
+    for layer in model.modules():
+        if isinstance(layer, DelayedState):
+            layer.rolls_at_step = False
+    forward = wrapping.install(model, first, autocast)
     if optimizer is not None:
         replace_parameters(optimizer, stored.replaced)
-        match_state_dtypes(optimizer)
-        _guard(model, optimizer, layers, max_skips)
-    model._narrowgauge_notes = tuple(stored.warnings)  # type: ignore[assignment]
-    for warning in stored.warnings:
+        if not recipe.param.is_stochastic:
+            match_state_dtypes(optimizer)
+        _guard(model, optimizer, Schedule(model, recipe, forward), max_skips)
+        stochastic.install(optimizer, recipe.param.is_stochastic)
+    unrounded = recipe.param.is_stochastic and optimizer is None
+    notes = (*stored.warnings, stochastic.NO_OPTIMIZER) if unrounded else tuple(stored.warnings)
+    model._narrowgauge_notes = notes  # type: ignore[assignment]
+    for warning in (*stored.warnings, *(doubt for _, each in later for doubt in doubts(model, each))):
         warnings.warn(warning, stacklevel=2)
     return model, optimizer
 
 
 def check_supported(recipe: Recipe, optimizer: Optimizer | None) -> None:
     """Raise RecipeError for the first role that this version cannot carry out with `optimizer`."""
-    fp32, bf16, stochastic = CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC)
+    fp32, bf16, rounded = CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC)
     param = recipe.param
     scaled = param.format is FP16 and param.is_scaled and not param.in_blocks and not param.is_stochastic
-    if not (param in (fp32, bf16, stochastic) or scaled):
+    if not (param in (fp32, bf16, rounded) or scaled):
         raise _unsupported(
             recipe,
             "param",
@@ -94,8 +108,8 @@ def check_supported(recipe: Recipe, optimizer: Optimizer | None) -> None:
         raise _unsupported(recipe, "master", "None")
     # torch's optimizers keep moments, and but for plain SGD want gradients, in the dtype of a plain parameter
     in_half = param == bf16 and optimizer is not None and not is_plain_sgd(optimizer)
-    grad, state = bf16 if in_half or param == stochastic else fp32, bf16 if in_half else fp32
-    if recipe.grad != grad and (recipe.grad != param or param == stochastic):
+    grad, state = bf16 if in_half or param == rounded else fp32, bf16 if in_half else fp32
+    if recipe.grad != grad and (recipe.grad != param or param == rounded):
         raise _unsupported(recipe, "grad", f"CastSpec({grad})")
     for role in ("exp_avg", "exp_avg_sq"):
         if getattr(recipe, role) != state:
@@ -123,14 +137,15 @@ def check_stored(model: nn.Module, recipe: Recipe) -> None:
             )
 
 
-def _guard(model: nn.Module, optimizer: Optimizer, layers: list[Linear], max_skips: int) -> None:
+def _guard(model: nn.Module, optimizer: Optimizer, schedule: Schedule, max_skips: int) -> None:
     def name_of(parameter: Tensor) -> str:
         return next((name for name, p in model.named_parameters() if p is parameter), "a parameter not in the model")
 
     StepGuard(
         optimizer,
         name_of=name_of,
-        on_step=lambda: delayed.roll(layers),
-        on_skip=lambda: delayed.clear(layers),
+        on_step=lambda: delayed.roll(schedule.layers),
+        on_skip=lambda: delayed.clear(schedule.layers),
+        on_count=schedule.go_to,
         max_skips=max_skips,
     ).attach()
