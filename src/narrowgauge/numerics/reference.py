@@ -6,6 +6,7 @@ Everything works on the bits of a float32 as a Python int. Each fast path is hel
 
 from __future__ import annotations
 
+import functools
 import struct
 from fractions import Fraction
 
@@ -69,7 +70,7 @@ def encode_stochastically(bits: int, fmt: Format, word: int, *, saturating: bool
     value = Fraction(float_of(magnitude)) if magnitude < INFINITY else None
     if value is None or value > Fraction(fmt.max):
         return encode(bits, fmt, saturating=saturating)
-    spacing = Fraction(1) if fmt.is_integer else _spacing(value, fmt)
+    spacing = Fraction(1) if fmt.is_integer else _power(_exponent(value, fmt) - fmt.mantissa_bits)
     steps, rest = divmod(value, spacing)
     steps += Fraction(word >> 8, 1 << 24) < rest / spacing
     return encode((bits & SIGN) | bits_of(float(steps * spacing)), fmt, saturating=saturating)
@@ -93,6 +94,7 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
+@functools.cache
 def decode(code: int, fmt: Format) -> int:
     """The float32 bits of the value of a code; every NaN gives the quiet NaN 0x7FC00000 (with the sign of the code)."""
     if fmt in (FP32, TF32):
@@ -184,17 +186,16 @@ def _float32(value: Fraction) -> int:
 
 def _nearest(value: Fraction, fmt: Format) -> tuple[int, Fraction]:
     """Code, without sign, and value of the nearest number of the format's grid, were its exponent unbounded."""
-    spacing = _spacing(value, fmt)
+    exponent = _exponent(value, fmt)
+    spacing = _power(exponent - fmt.mantissa_bits)
     steps = round(value / spacing)  # Python rounds ties to even
-    binades = _floor_log2(spacing) - (1 - fmt.bias - fmt.mantissa_bits)
-    return (binades << fmt.mantissa_bits) + steps, steps * spacing
+    return ((exponent - (1 - fmt.bias)) << fmt.mantissa_bits) + steps, steps * spacing
 
 
-def _spacing(value: Fraction, fmt: Format) -> Fraction:
-    """The gap of the format's grid from `value`, which is not negative, upwards."""
+def _exponent(value: Fraction, fmt: Format) -> int:
+    """The exponent of the format's grid at a value that is not negative: its own, or that of the subnormals."""
     lowest = 1 - fmt.bias
-    exponent = max(_floor_log2(value), lowest) if value else lowest
-    return _power(exponent - fmt.mantissa_bits)
+    return max(_floor_log2(value), lowest) if value else lowest
 
 
 def _encode_e8m0(value: Fraction) -> int:
@@ -230,5 +231,6 @@ def _floor_log2(value: Fraction) -> int:
     return exponent if value >= _power(exponent) else exponent - 1
 
 
+@functools.cache
 def _power(exponent: int) -> Fraction:
     return Fraction(2) ** exponent

@@ -60,12 +60,14 @@ def quantize(x: Matrix, fmt: Format, block: Block, rule: ScaleRule, key: int | N
     return Blocks(codes, scales, whole, saturated, flushed)
 
 
-def dequantize(blocks: Blocks, fmt: Format, block: Block, rule: ScaleRule) -> Matrix:
-    """The float32 bits of the values that a cast matrix stands for."""
-    codes, columns = blocks.codes, len(blocks.codes[0]) if blocks.codes else 0
+def dequantize(
+    codes: Matrix, scales: Matrix, fmt: Format, block: Block, rule: ScaleRule, tensor_amax: int | None = None
+) -> Matrix:
+    """The float32 bits of codes times the factor of their tile; NVFP4's lacks the tensor's part if no amax is given."""
+    columns = len(codes[0]) if codes else 0
     values = [[0] * columns for _ in codes]
-    for i, j in product(range(len(blocks.scales)), range(len(blocks.scales[0]) if blocks.scales else 0)):
-        by = factor(blocks.scales[i][j], rule, blocks.amax)
+    for i, j in product(range(len(scales)), range(len(scales[0]) if scales else 0)):
+        by = factor(scales[i][j], rule, tensor_amax)
         for r, c in _tile(i, j, block, len(codes), columns):
             values[r][c] = multiply(reference.decode(codes[r][c], fmt), by)
     return values
@@ -102,14 +104,16 @@ def nvfp4_scales(amax: int, tensor_amax: int) -> tuple[int, int]:
     return ONE if quant_scale > INFINITY else quant_scale, byte
 
 
-def factor(stored: int, rule: ScaleRule, tensor_amax: int) -> int:
-    """Bits of what a tile's codes are multiplied by; for NVFP4 (byte * tensor_amax) * fl(1/2688)."""
+def factor(stored: int, rule: ScaleRule, tensor_amax: int | None = None) -> int:
+    """Bits of what a tile's codes are multiplied by; for NVFP4 (byte * tensor_amax) * fl(1/2688), or the byte alone."""
     if rule in E8M0_RULES:
         return reference.decode(stored, E8M0FNU)
     if rule is not ScaleRule.NVFP4:
         return stored
-    inverse = divide(ONE, bits_of(E2M1FN.max * E4M3FN.max))
-    return multiply(multiply(reference.decode(stored, E4M3FN), tensor_amax), inverse)
+    byte = reference.decode(stored, E4M3FN)
+    if tensor_amax is None:
+        return byte
+    return multiply(multiply(byte, tensor_amax), divide(ONE, bits_of(E2M1FN.max * E4M3FN.max)))
 
 
 def hadamard(values: list[int], signs: tuple[int, ...]) -> list[int]:
