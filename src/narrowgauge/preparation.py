@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ def prepare(
     - optimizer.step() skips steps with non-finite gradients, and says so in `optimizer.step_was_skipped`; max_skips of
       them in a row raise DivergenceError. It also rolls the history of delayed scaling; with optimizer None each layer
       does that itself, at its first training forward after a backward.
-    - A recipe with a schedule (`Recipe.switch_at`) changes by itself after so many steps of this optimizer. The count is
-      in its state dict: load that before the model's, as narrowgauge.load does.
+    - A recipe with a schedule (`Recipe.switch_at`) changes by itself after so many steps of the optimizer. Their count
+      is in the optimizer's state dict: load that before the model's, as narrowgauge.load does.
     - autocast True: the model's forward runs inside `autocast(recipe)`. False: place that yourself.
     - Floating buffers of the model keep their dtype under `.to(dtype)`, `.half()`, `.bfloat16()` and `.float()`.
 
@@ -68,8 +69,8 @@ def prepare(
     (_, first), *later = recipe.phases
     if later and optimizer is None:
         raise RecipeError(
-            f"recipe '{recipe.name}' has a schedule: expected the optimizer whose steps it counts, found None; pass it, "
-            "or prepare by one of its recipes, recipe.at(steps)"
+            f"recipe '{recipe.name}' has a schedule: expected the optimizer whose steps it counts, found None; pass "
+            "it, or prepare by one of its recipes, recipe.at(steps)"
         )
     check_supported(recipe, optimizer)
     check_stored(model, recipe)
@@ -83,7 +84,8 @@ def prepare(
         replace_parameters(optimizer, stored.replaced)
         if not recipe.param.is_stochastic:
             match_state_dtypes(optimizer)
-        _guard(model, optimizer, Schedule(model, recipe, forward), max_skips)
+        schedule = Schedule(model, recipe, forward)
+        _guard(model, optimizer, schedule, max_skips, schedule.go_to if later else None)
         stochastic.install(optimizer, recipe.param.is_stochastic)
     unrounded = recipe.param.is_stochastic and optimizer is None
     notes = (*stored.warnings, stochastic.NO_OPTIMIZER) if unrounded else tuple(stored.warnings)
@@ -137,7 +139,13 @@ def check_stored(model: nn.Module, recipe: Recipe) -> None:
             )
 
 
-def _guard(model: nn.Module, optimizer: Optimizer, schedule: Schedule, max_skips: int) -> None:
+def _guard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    max_skips: int,
+    on_count: Callable[[int], None] | None,
+) -> None:
     def name_of(parameter: Tensor) -> str:
         return next((name for name, p in model.named_parameters() if p is parameter), "a parameter not in the model")
 
@@ -146,6 +154,6 @@ def _guard(model: nn.Module, optimizer: Optimizer, schedule: Schedule, max_skips
         name_of=name_of,
         on_step=lambda: delayed.roll(schedule.layers),
         on_skip=lambda: delayed.clear(schedule.layers),
-        on_count=schedule.go_to,
+        on_count=on_count,
         max_skips=max_skips,
     ).attach()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.layers import fused, sharing
 from narrowgauge.layers.kinds import NORMS, Kind, kind_of
 from narrowgauge.layers.linear import OWN_ATTRIBUTES, Linear
@@ -26,28 +27,54 @@ def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
     whose weight a hook computes are skipped and reported. Converting again by the same recipe changes nothing; by
     another one, the layers take it up and forget the scaling state of the first.
 
-    Returns what every layer runs in, and why. Raises RecipeError for an unknown recipe.
+    Returns what every layer runs in, and why. Raises RecipeError for an unknown recipe, and for one with a schedule.
     """
     recipe = library.recipe(recipe).resolve(device_of(model))
-    linears = {name: module for name, module in model.named_modules() if kind_of(module) is Kind.LINEAR}
-    candidates = [Candidate(name, m.in_features, m.out_features) for name, m in linears.items()]  # type: ignore[arg-type]
-    for glob in unmatched_globs(candidates, recipe):
-        warnings.warn(f"recipe '{recipe.name}': '{glob}' matches no linear layer; check its spelling", stacklevel=2)
+    if recipe.schedule:
+        raise RecipeError(
+            f"recipe '{recipe.name}' has a schedule, and there are no steps to count here: use "
+            "prepare(model, optimizer, recipe), or convert by one of its recipes, recipe.at(steps)"
+        )
+    for doubt in doubts(model, recipe):
+        warnings.warn(doubt, stacklevel=2)
+    take_up(model, recipe)
+    return report(model)
+
+
+def doubts(model: nn.Module, recipe: Recipe) -> list[str]:
+    """What is probably not meant: globs that match nothing, and a quantizing recipe that quantizes nothing."""
+    candidates = _candidates(_linears(model))
+    found = [
+        f"recipe '{recipe.name}': '{glob}' matches no linear layer; check its spelling"
+        for glob in unmatched_globs(candidates, recipe)
+    ]
     selections = select(candidates, recipe)
     if recipe.quantizes_gemms and not any(selection.quantized for selection in selections):
-        warnings.warn(
+        found.append(
             f"recipe '{recipe.name}' quantizes the products of linear layers, and none of this model's is quantized: "
-            f"{_why_none(selections)}; `narrowgauge.report(model)` has all reasons",
-            stacklevel=2,
+            f"{_why_none(selections)}; `narrowgauge.report(model)` has all reasons"
         )
-    for selection in selections:
+    return found
+
+
+def take_up(model: nn.Module, recipe: Recipe) -> None:
+    """Convert by a resolved recipe, in silence."""
+    linears = _linears(model)
+    for selection in select(_candidates(linears), recipe):
         _convert_linear(linears[selection.name], recipe, selection)
     for module in model.modules():
         if type(module) in NORMS:
             module.__class__ = NORMS[type(module)]
         _share_inputs(module)
         fused.keep_layers_called(module)
-    return report(model)
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if kind_of(module) is Kind.LINEAR}
+
+
+def _candidates(linears: dict[str, nn.Module]) -> list[Candidate]:
+    return [Candidate(name, m.in_features, m.out_features) for name, m in linears.items()]  # type: ignore[arg-type]
 
 
 def _why_none(selections: Sequence[Selection]) -> str:

@@ -90,10 +90,11 @@ class PreciseApply:
         return self.module
 
 
-def install(model: nn.Module, recipe: Recipe, autocast: bool) -> None:
+def install(model: nn.Module, recipe: Recipe, autocast: bool) -> AutocastForward | None:
     """Put both on `model`; autocast False: the forward is, or becomes again, the model's own.
 
     Parts of the model that were prepared before lose their own autocast: their layers have taken up this recipe.
+    Returns the forward with autocast, or None.
     """
     for module in model.modules():
         earlier = module.__dict__.get("forward")
@@ -101,6 +102,8 @@ def install(model: nn.Module, recipe: Recipe, autocast: bool) -> None:
             del module.forward
             if earlier.inner is not None:
                 module.forward = earlier.inner
-    if autocast:
-        model.forward = AutocastForward(model, recipe)
     model._apply = PreciseApply(model)  # type: ignore[method-assign]
+    if not autocast:
+        return None
+    model.forward = AutocastForward(model, recipe)
+    return model.forward

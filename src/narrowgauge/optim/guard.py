@@ -2,11 +2,13 @@
 
 The guard sits on a stock torch optimizer as its step hooks. A skipped step changes nothing: the gradients are cleared
 (so that they do not add up into the next step), parameters, moments and step counters stay as they were. A run of
-skipped steps ends with an error that names the first bad parameter.
+skipped steps ends with an error that names the first bad parameter. The count of steps is a part of the optimizer's
+state dict, from which a precision schedule goes on.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from narrowgauge.errors import DivergenceError, NarrowgaugeError
 
 MAX_SKIPS = 50  # from a loss scale of 2^16, halving reaches 1 after 16 skips: what comes later is no search for a scale
+STEPS = "narrowgauge_steps"  # in the optimizer's state dict: steps so far, taken and skipped
 _ATTRIBUTE = "_narrowgauge_guard"
 
 
@@ -51,8 +54,8 @@ class StepGuard:
     """Skips steps with non-finite gradients, counts them, and tells others.
 
     name_of: a parameter's name, for errors. on_step: called after a step that was taken. on_skip: after one that was
-    not. max_skips: so many skipped steps in a row raise DivergenceError. The optimizer's `step_was_skipped` says what
-    became of the last step.
+    not. on_count: called with the number of steps so far whenever that changed, after the others. max_skips: so many
+    skipped steps in a row raise DivergenceError. The optimizer's `step_was_skipped` says what became of the last step.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class StepGuard:
         name_of: Callable[[Tensor], str] | None = None,
         on_step: Callable[[], None] | None = None,
         on_skip: Callable[[], None] | None = None,
+        on_count: Callable[[int], None] | None = None,
         max_skips: int = MAX_SKIPS,
     ) -> None:
         if max_skips < 1:
@@ -70,12 +74,14 @@ class StepGuard:
         self.name_of = name_of or self._name_in_groups
         self._on_step = on_step
         self._on_skip = on_skip
+        self._on_count = on_count
         self.max_skips = max_skips
         self.steps = 0  # taken and skipped
         self.skips_in_a_row = 0
         self._handles: list[Any] = []
         self._skipping = False
         self._checked = False
+        self._loaded: int | None = None
         optimizer.step_was_skipped = False  # type: ignore[attr-defined]
 
     @staticmethod
@@ -91,6 +97,9 @@ class StepGuard:
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before),
             self._optimizer.register_step_post_hook(self._after),
+            self._optimizer.register_state_dict_post_hook(self._write_steps),
+            self._optimizer.register_load_state_dict_pre_hook(self._read_steps),
+            self._optimizer.register_load_state_dict_post_hook(lambda optimizer: self.go_on_from(self._loaded)),
         ]
         setattr(self._optimizer, _ATTRIBUTE, self)
 
@@ -113,6 +122,7 @@ class StepGuard:
             p.grad = None
         if self._on_skip is not None:
             self._on_skip()
+        self._counted()
         if culprit:
             scale = "" if loss_scale is None else f", at loss scale {loss_scale:g}"
             raise DivergenceError(
@@ -128,6 +138,30 @@ class StepGuard:
         self._optimizer.step_was_skipped = False  # type: ignore[attr-defined]
         if self._on_step is not None:
             self._on_step()
+        self._counted()
+
+    def go_on_from(self, steps: int | None) -> None:
+        """Count on from `steps`, as read from an optimizer's state dict; None: it holds no count, and ours stays."""
+        if steps is None:
+            if self._on_count is not None:
+                warnings.warn(
+                    "the optimizer's state holds no count of steps, as it was saved by an optimizer that was not "
+                    f"prepared: the precision schedule goes on from step {self.steps}",
+                    stacklevel=2,
+                )
+            return
+        self.steps = steps
+        self._counted()
+
+    def _counted(self) -> None:
+        if self._on_count is not None:
+            self._on_count(self.steps)
+
+    def _write_steps(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        state[STEPS] = self.steps
+
+    def _read_steps(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._loaded = state.get(STEPS)  # taken up when the rest was loaded
 
     def trust_gradients(self) -> None:
         """Let the next step go without a look at the gradients: the caller knows that they are finite."""
