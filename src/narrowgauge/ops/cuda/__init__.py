@@ -1,0 +1,1 @@
+"""Products of narrow formats in CUDA hardware, through torch's scaled_mm."""
