@@ -25,11 +25,13 @@ BLOCKS_OF_128 = (T.BlockWise1x128, T.BlockWise128x128)
 class Hardware:
     """Stands for `torch.nn.functional.scaled_mm`, and remembers the recipes it was called with.
 
-    real: the function that answers (torch's own, for fake tensors); None: the product is computed here. poison: what
-    the scale entries that the hardware never reads are overwritten with first.
+    real, real_older: the functions that answer (torch's own, for fake tensors); None: the product is computed here.
+    row_dtypes: the result dtypes that scales of rows are had with. poison: what the scale entries that the hardware
+    never reads are overwritten with first.
     """
 
     real: Any = None
+    real_older: Any = None
     row_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     poison: float | None = None
     seen: list[tuple[Any, ...]] = field(default_factory=list)
@@ -39,20 +41,30 @@ class Hardware:
         bias=None, output_dtype=torch.bfloat16, contraction_dim=(), use_fast_accum=False,
     ) -> Tensor:  # fmt: skip
         assert not use_fast_accum and contraction_dim == ()
-        sides = (
-            (mat_a, scale_a, scale_recipe_a, swizzle_a),
-            (mat_b.t(), scale_b, scale_recipe_b, swizzle_b),
-        )
+        sides = ((mat_a, scale_a, scale_recipe_a, swizzle_a), (mat_b.t(), scale_b, scale_recipe_b, swizzle_b))
+        assert scale_recipe_a != [T.BlockWise1x32] or mat_a.dtype is mat_b.dtype is FP8[0]
         self._demand(sides, bias, output_dtype)
-        self.seen.append((tuple(r.name for r in scale_recipe_a), tuple(r.name for r in scale_recipe_b), output_dtype))
-        if self.real is not None:
-            return self.real(
-                mat_a, mat_b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a, swizzle_b, bias=bias,
-                output_dtype=output_dtype, use_fast_accum=False,
-            )  # fmt: skip
-        values = [self._values(*side, at) for at, side in enumerate(sides)]
-        y = values[0] @ values[1].t()
-        return (y if bias is None else y + bias.double()).to(output_dtype)
+        if self.real is None:
+            return self._computed(sides, bias, output_dtype)
+        return self.real(
+            mat_a, mat_b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a, swizzle_b, bias=bias,
+            output_dtype=output_dtype, use_fast_accum=False,
+        )  # fmt: skip
+
+    def older(self, mat_a, mat_b, scale_a, scale_b, bias=None, out_dtype=None) -> Tensor:
+        """For `torch._scaled_mm`, which takes the recipe from the scales: called for blocks of 32 of E5M2 alone."""
+        assert torch.float8_e5m2 in (mat_a.dtype, mat_b.dtype) and out_dtype is not None
+        how = ([T.BlockWise1x32], [W.SWIZZLE_32_4_4])
+        sides = ((mat_a, [scale_a], *how), (mat_b.t(), [scale_b], *how))
+        self._demand(sides, bias, out_dtype)
+        if self.real_older is None:
+            return self._computed(sides, bias, out_dtype)
+        return self.real_older(mat_a, mat_b, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
+
+    def _computed(self, sides: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        a, b = (self._values(*side) for side in sides)
+        y = a @ b.t()
+        return (y if bias is None else y + bias.double()).to(out_dtype)
 
     def _demand(self, sides: Any, bias: Tensor | None, out_dtype: torch.dtype) -> None:
         (a, scale_a, recipe_a, _), (b, scale_b, recipe_b, _) = sides
@@ -74,11 +86,13 @@ class Hardware:
         elif recipes == ((T.BlockWise1x16, T.TensorWise),) * 2:
             assert a.dtype is b.dtype is FP4
         else:
-            assert a.dtype is b.dtype is FP8[0]
+            assert a.dtype in FP8 and b.dtype in FP8 and (a.dtype, b.dtype) != (FP8[1], FP8[1])
             allowed = {tuple(((one,), (other,))) for one, other in itertools.product(BLOCKS_OF_128, repeat=2)}
             allowed -= {((T.BlockWise128x128,),) * 2}
             assert recipes in allowed | {((T.BlockWise1x32,),) * 2}
+            assert recipes[0] == (T.BlockWise1x32,) or a.dtype is b.dtype is FP8[0]
         assert scale_a[0].device == scale_b[0].device == a.device
+        self.seen.append((tuple(r.name for r in recipe_a), tuple(r.name for r in recipe_b), out_dtype))
 
     @staticmethod
     def _demand_scales(scales: Any, recipe: Any, swizzles: Any, rows: int, k: int, at: int) -> None:
@@ -103,7 +117,7 @@ class Hardware:
             across = -(-k // 512) * 4
             assert first.shape == (across, rows // 128) and first.stride() == (1, across)
 
-    def _values(self, codes: Tensor, scales: Any, recipe: Any, swizzles: Any, at: int) -> Tensor:
+    def _values(self, codes: Tensor, scales: Any, recipe: Any, swizzles: Any) -> Tensor:
         """What the hardware multiplies: float64 [rows, k]."""
         values = self._decoded(codes)
         rows, k = values.shape

@@ -39,6 +39,7 @@ CASES = {
     "E2M1 in 1x128, E8M0": (CastSpec(E2M1FN, B1, E8M0_UP), CastSpec(E4M3FN, B128), HOPPER, V, S),
     "MXFP8": (MX8, CastSpec(E4M3FN, Block(1, 32), E8M0_FLOOR), BLACKWELL, M, M),
     "MXFP8, square": (MX8, CastSpec(E4M3FN, Block(32, 32), E8M0_UP), BLACKWELL, M, M),
+    "MXFP8 with E5M2": (CastSpec(E5M2, Block(1, 32), E8M0_UP), MX8, BLACKWELL, M, M),
     "MXFP6": (MX6, CastSpec(E2M3FN, Block(1, 32), E8M0_UP), BLACKWELL, M, M),
     "MXFP4": (MX4, MX4, BLACKWELL, M, M),
     "1x128 on Blackwell": (CastSpec(E4M3FN, B1, CURRENT_POW2), CastSpec(E4M3FN, B128, CURRENT_POW2), BLACKWELL, M, M),
@@ -91,12 +92,17 @@ def hardware_of(name: str, **options) -> Hardware:
     return Hardware(row_dtypes=ROW_DTYPES.get(CASES[name][2], (torch.bfloat16,)), **options)
 
 
+def install(monkeypatch: pytest.MonkeyPatch, hardware: Hardware) -> None:
+    monkeypatch.setattr(F, "scaled_mm", hardware)
+    monkeypatch.setattr(torch, "_scaled_mm", hardware.older)
+
+
 # cases 49, 53
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_hardware_sees_what_it_demands_and_the_product_is_the_plain_one(monkeypatch, name, sizes):
     hardware = hardware_of(name)
-    monkeypatch.setattr(F, "scaled_mm", hardware)
+    install(monkeypatch, hardware)
     left, right = operands(name, *sizes)
     a, b = values_of(left), values_of(right)
     exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
@@ -110,7 +116,7 @@ def test_the_hardware_sees_what_it_demands_and_the_product_is_the_plain_one(monk
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_hardware_is_told_of_the_scales(monkeypatch, name):
     hardware = hardware_of(name)
-    monkeypatch.setattr(F, "scaled_mm", hardware)
+    install(monkeypatch, hardware)
     left, right = operands(name, 40, 300, 150)
     scaled_product(left, right, route_of(name), torch.bfloat16)
     ((told_left, told_right, dtype),) = hardware.seen
@@ -123,7 +129,7 @@ def test_what_the_hardware_is_told_of_the_scales(monkeypatch, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_bias_is_rounded_to_the_results_dtype_and_added_once(monkeypatch, name, dtype):
-    monkeypatch.setattr(F, "scaled_mm", hardware_of(name))
+    install(monkeypatch, hardware_of(name))
     left, right = operands(name, 20, 70, 33)
     factor = 2.0 ** -torch.tensor(float(values_of(left).abs().max() * values_of(right).abs().max())).log2().ceil()
     left = left._replace(
@@ -141,8 +147,8 @@ def test_a_bias_is_rounded_to_the_results_dtype_and_added_once(monkeypatch, name
 @pytest.mark.parametrize("sizes", [(7, 17, 31), (130, 70, 33), (256, 512, 384)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_fake_cuda_tensors_pass_torchs_own_checks(monkeypatch, name, sizes):
-    hardware = hardware_of(name, real=F.scaled_mm)
-    monkeypatch.setattr(F, "scaled_mm", hardware)
+    hardware = hardware_of(name, real=F.scaled_mm, real_older=torch._scaled_mm)
+    install(monkeypatch, hardware)
     left_spec, right_spec, *_ = CASES[name]
     m, k, n = sizes
     with FakeTensorMode(), torch.no_grad():
@@ -177,7 +183,7 @@ def fake_side(rows: int, columns: int, spec: CastSpec) -> Side:
 # case 51
 @pytest.mark.parametrize("name", CASES)
 def test_strides_make_no_difference(monkeypatch, name):
-    monkeypatch.setattr(F, "scaled_mm", hardware_of(name))
+    install(monkeypatch, hardware_of(name))
     left, right = operands(name, 40, 144, 150)
     plain = scaled_product(left, right, route_of(name), torch.bfloat16)
     strided = [
@@ -200,9 +206,9 @@ def strange(x: Tensor | None) -> Tensor | None:
 def test_padding_is_never_read(monkeypatch, name, poison):
     left, right = operands(name, 130, 70, 33)
     bias = torch.ones(33)
-    monkeypatch.setattr(F, "scaled_mm", hardware_of(name))
+    install(monkeypatch, hardware_of(name))
     clean = scaled_product(left, right, route_of(name), torch.bfloat16, bias)
-    monkeypatch.setattr(F, "scaled_mm", hardware_of(name, poison=poison))
+    install(monkeypatch, hardware_of(name, poison=poison))
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
         poisoned = scaled_product(left, right, route_of(name), torch.bfloat16, bias)
@@ -216,7 +222,7 @@ def test_padding_is_never_read(monkeypatch, name, poison):
 @pytest.mark.parametrize("name", ["tensor", "rows, Ada", "1x128 by 128x128", "MXFP8", "NVFP4"])
 def test_no_values_give_zeros_and_the_bias(monkeypatch, name, sizes):
     hardware = hardware_of(name)
-    monkeypatch.setattr(F, "scaled_mm", hardware)
+    install(monkeypatch, hardware)
     m, k, n = sizes
     left, right = side_of(torch.zeros(m, k), CASES[name][0]), side_of(torch.zeros(n, k), CASES[name][1])
     assert torch.equal(scaled_product(left, right, route_of(name), torch.bfloat16), torch.zeros(m, n).bfloat16())
@@ -226,7 +232,7 @@ def test_no_values_give_zeros_and_the_bias(monkeypatch, name, sizes):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "tensor, 6 bits"])  # whose cast refuses NaN
 def test_what_is_not_finite_shows_in_its_own_rows(monkeypatch, name):
-    monkeypatch.setattr(F, "scaled_mm", hardware_of(name))
+    install(monkeypatch, hardware_of(name))
     x, w = torch.randn(20, 160), torch.randn(33, 160)
     x[3, 5] = torch.nan
     left, right = side_of(x, CASES[name][0]), side_of(w, CASES[name][1])
@@ -239,7 +245,7 @@ def test_what_is_not_finite_shows_in_its_own_rows(monkeypatch, name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_a_factor_that_is_not_finite_reaches_every_result(monkeypatch, name, value):
-    monkeypatch.setattr(F, "scaled_mm", hardware_of(name))
+    install(monkeypatch, hardware_of(name))
     left, right = operands(name, 20, 70, 33)
     y = scaled_product(left._replace(tensor_factor=torch.tensor(value)), right, route_of(name), torch.bfloat16)
     assert not y.isfinite().any()
@@ -255,7 +261,7 @@ def test_torchs_own_cpu_product_agrees(name):
 
 def test_float32_scales_by_rows_are_applied_after_the_sum_where_the_hardware_rounds_to_bf16(monkeypatch):
     hardware = hardware_of("rows, Ada")
-    monkeypatch.setattr(F, "scaled_mm", hardware)
+    install(monkeypatch, hardware)
     left, right = operands("rows, Ada", 20, 70, 33)
     scaled_product(left, right, route_of("rows, Ada"), torch.float32)
     assert hardware.seen == [((T,), (T,), torch.float32)]

@@ -22,6 +22,7 @@ DEEPSEEK, DEEPSEEK_WEIGHT = CastSpec(E4M3FN, Block(1, 128)), CastSpec(E4M3FN, Bl
 POW2, POW2_WEIGHT = (CastSpec(E4M3FN, b, CURRENT_POW2) for b in (Block(1, 128), Block(128, 128)))
 MX8, MX6, MX4 = (CastSpec(fmt, Block(1, 32), E8M0_UP) for fmt in (E4M3FN, E3M2FN, E2M1FN))
 MX16, MX8_E5M2 = CastSpec(E4M3FN, Block(1, 16), E8M0_UP), CastSpec(E5M2, Block(1, 32), E8M0_UP)
+E5M2_128 = CastSpec(E5M2, Block(1, 128), CURRENT_POW2)
 NV8 = CastSpec(E2M1FN, Block(1, 8), NVFP4)
 NV, NV_WEIGHT = CastSpec(E2M1FN, Block(1, 16), NVFP4), CastSpec(E2M1FN, Block(16, 16), NVFP4)
 
@@ -39,7 +40,8 @@ TABLE = {
     "MXFP4": (MX4, MX4, {BLACKWELL, THOR, CONSUMER}),
     "NVFP4": (NV, NV_WEIGHT, {BLACKWELL, THOR, CONSUMER}),
     "E5M2 by E5M2": (CastSpec(E5M2), CastSpec(E5M2), set()),
-    "MXFP8 with E5M2": (MX8_E5M2, MX8, set()),
+    "MXFP8 with E5M2": (MX8_E5M2, MX8, {BLACKWELL, THOR, CONSUMER}),
+    "MXFP8, E5M2 by E5M2": (MX8_E5M2, MX8_E5M2, set()),
     "INT8": (CastSpec(INT8), CastSpec(INT8), set()),
     "NVFP4 by MXFP8": (NV, MX8, set()),
     "scales that change along the sum": (CastSpec(E4M3FN, PER_COLUMN), TENSOR, set()),
@@ -72,7 +74,7 @@ REASONS = [
     (DEEPSEEK, DEEPSEEK, BLACKWELL, "compute capability 10.0 scales blocks by powers of two, not by float32 numbers"),
     (MX8, MX16, BLACKWELL, "compute capability 10.0 multiplies blocks of 32 along the sum, not of 32 and 16"),
     (MX8, MX8, Machine((10, 0), (12, 6)), "CUDA 12.6 has no products in blocks of 32 (12.8 and later have)"),
-    (MX8_E5M2, MX8, BLACKWELL, "scaled_mm multiplies blocks of E4M3FN and what it holds, not of E5M2"),
+    (E5M2_128, POW2, HOPPER, "scaled_mm multiplies blocks of 128 of E4M3FN and what it holds, not of E5M2"),
     (NV, MX4, BLACKWELL, "the hardware multiplies NVFP4 by NVFP4 only"),
     (NV, NV, HOPPER, "compute capability 9.0 has no NVFP4 products (10.0 and later have)"),
     (NV, NV8, BLACKWELL, "compute capability 10.0 multiplies NVFP4 blocks of 16 along the sum, not of 16 and 8"),

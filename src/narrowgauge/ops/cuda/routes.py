@@ -97,8 +97,6 @@ def native_of(left: CastSpec, right: CastSpec, machine: Machine) -> Route | str:
         return Route(Scaling.TENSOR, Scaling.TENSOR, formats)
     if left.granularity.columns is None and right.granularity.columns is None:
         return Route(Scaling.ROW, Scaling.ROW, formats, _row_dtypes(formats[1], machine, machine.cuda))
-    if E5M2 in formats:
-        return "scaled_mm multiplies blocks of E4M3FN and what it holds, not of E5M2"
     if machine.capability[0] == HOPPER:
         return _blocks_of_128(left, right, formats, machine, machine.cuda)
     return _blocks_of_32(left, right, formats, machine, machine.cuda)
@@ -116,6 +114,8 @@ def _blocks_of_128(
 ) -> Route | str:
     if not _divides(128, left, right):
         return f"{machine} multiplies blocks of 128 along the sum, not {_widths(left, right)}"
+    if E5M2 in formats:
+        return "scaled_mm multiplies blocks of 128 of E4M3FN and what it holds, not of E5M2"
     if cuda < CUDA_OF_BLOCKS_OF_128:
         return f"CUDA {cuda[0]}.{cuda[1]} has no products in blocks of 128 (12.9 and later have)"
     tall = [spec.granularity.rows is None or spec.granularity.rows % 128 == 0 for spec in (left, right)]
