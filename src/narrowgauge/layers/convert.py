@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -96,7 +97,8 @@ def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> 
         return
     module.__class__ = Linear
     assert isinstance(module, Linear)
-    module.configure(recipe, selection.quantized, selection.reason)
+    smooth = selection.quantized and any(fnmatchcase(selection.name, glob) for glob in recipe.smooth)
+    module.configure(recipe, selection.quantized, selection.reason, smooth)
 
 
 def _restore(module: nn.Module) -> None:

@@ -38,10 +38,13 @@ class Linear(DelayedState, nn.Linear):
     evaluation_casts: LinearCasts
     counter: Counter | None = None
 
-    def configure(self, recipe: Recipe, quantized: bool, reason: str) -> bool:
-        """Take up a resolved recipe. Returns False where the layer already runs so, and then changes nothing."""
-        casts = LinearCasts.of(recipe, quantized)
-        evaluation = evaluation_casts(recipe, quantized)
+    def configure(self, recipe: Recipe, quantized: bool, reason: str, smooth: bool = False) -> bool:
+        """Take up a resolved recipe; smooth: whether the input's channels are smoothed.
+
+        Returns False where the layer already runs so, and then changes nothing.
+        """
+        casts = LinearCasts.of(recipe, quantized, smooth)
+        evaluation = evaluation_casts(recipe, quantized, smooth)
         unchanged = self.recipe is not None and (self.training_casts, self.evaluation_casts) == (casts, evaluation)
         self.recipe, self.quantized, self.reason = recipe, quantized, reason
         if unchanged:
@@ -93,14 +96,16 @@ class Linear(DelayedState, nn.Linear):
         return {**self.__dict__, "rolls_at_step": False, "counter": None}
 
 
-def evaluation_casts(recipe: Recipe, quantized: bool) -> LinearCasts:
+def evaluation_casts(recipe: Recipe, quantized: bool, smooth: bool = False) -> LinearCasts:
     """What a layer runs in under `model.eval()`."""
     if not quantized or recipe.evaluation is Evaluation.SAME:
-        return LinearCasts.of(recipe, quantized)
+        return LinearCasts.of(recipe, quantized, smooth)
     if isinstance(recipe.evaluation, Format):
         spec = CastSpec(recipe.evaluation)  # scaled by the tensor at hand: there is no history of evaluation data
-        recipe = recipe.replace(input=spec, weight=spec, override_linear_precision=(False, False, False))
-        return LinearCasts.of(recipe, quantized=True)
+        recipe = recipe.replace(
+            input=spec, weight=spec, weight_for_grad_input=None, override_linear_precision=(False, False, False)
+        )
+        return LinearCasts.of(recipe, True, smooth)
     return LinearCasts.of(recipe, quantized=False)
 
 

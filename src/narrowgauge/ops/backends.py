@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP32, TF32, Format
-from narrowgauge.recipes.spec import Emulation
+from narrowgauge.numerics.scaling import NVFP4
+from narrowgauge.recipes.spec import CastSpec, Emulation
 
 FP8_CAPABILITY: tuple[int, int] = (8, 9)  # Ada Lovelace: the first with FP8 tensor cores (CUDA C++ Programming Guide)
 BF16_CAPABILITY: tuple[int, int] = (8, 0)  # Ampere: the first with bf16 and TF32 tensor cores
@@ -43,32 +44,24 @@ class Backend:
 FAST_BF16: str | None = next((f for f in FAST_BF16_FEATURES if torch.cpu.get_capabilities().get(f)), None)
 
 
-_known: dict[tuple[str, str, Emulation, str | None], Backend] = {}
-
-
-def backend_of(left: Format, right: Format, device: torch.device, emulation: Emulation = Emulation.FAST) -> Backend:
-    """The backend of the product of an operand in `left` with one in `right` on `device`."""
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        return _decide(left, right, device, emulation)
-    key = (left.name, right.name, emulation, FAST_BF16)
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = _decide(left, right, device, emulation)
-    return found
-
-
-def _decide(left: Format, right: Format, device: torch.device, emulation: Emulation) -> Backend:
+def backend_of(
+    left: CastSpec | Format, right: CastSpec | Format, device: torch.device, emulation: Emulation = Emulation.FAST
+) -> Backend:
+    """The backend of the product of two operands on `device`, each given by its cast, or by its format alone."""
+    left_spec = left if isinstance(left, CastSpec) else CastSpec(left)
+    right_spec = right if isinstance(right, CastSpec) else CastSpec(right)
+    left, right = left_spec.format, right_spec.format
     narrow = left.is_narrow or right.is_narrow
     result = None if left.is_narrow and right.is_narrow else _result_dtype(left, right)
     if device.type == "cuda":
-        return _on_cuda(left, right, device, emulation, result)
+        return _on_cuda(left_spec, right_spec, device, emulation, result)
     if left is FP32 and right is FP32:
         return Backend(NATIVE, True, "float32 product", torch.float32, result)
     feature = FAST_BF16 if device.type == "cpu" else None
     where = "this CPU" if device.type == "cpu" else f"device type '{device.type}'"
     if left is BF16 and right is BF16 and feature:
         return Backend(NATIVE, True, f"bf16 product ({feature})", torch.bfloat16, result)
-    carrier = _carrier(left, right, feature is not None, emulation)
+    carrier = _carrier(left_spec, right_spec, feature is not None, emulation)
     why = f"{where} multiplies no {_pair(left, right)}"
     if not narrow and BF16 not in (left, right):
         # on CPUs native fp16 products are hundreds of times slower, and TF32 is a silent no-op
@@ -79,13 +72,16 @@ def _decide(left: Format, right: Format, device: torch.device, emulation: Emulat
 
 
 def _on_cuda(
-    left: Format, right: Format, device: torch.device, emulation: Emulation, result: torch.dtype | None
+    left_spec: CastSpec, right_spec: CastSpec, device: torch.device, emulation: Emulation, result: torch.dtype | None
 ) -> Backend:
+    left, right = left_spec.format, right_spec.format
     present = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if present else FP8_CAPABILITY
     found = f"{'' if present else 'no CUDA device here, assumed: '}compute capability {capability[0]}.{capability[1]}"
     fp8 = (E4M3FN, E5M2)
-    if left in fp8 and right in fp8:
+    if left_spec.in_blocks or right_spec.in_blocks:
+        why = f"{found}: no product of {left_spec} by {right_spec} is wired"
+    elif left in fp8 and right in fp8:
         if capability >= FP8_CAPABILITY and not (left is E5M2 and right is E5M2):
             return Backend(SCALED_MM, True, f"scaled_mm ({found})", None, result)
         why = "the hardware multiplies no E5M2 by E5M2"
@@ -96,7 +92,7 @@ def _on_cuda(
         if wide is not None:
             return wide
         why = f"{found} multiplies no {_pair(left, right)}"
-    carrier = _carrier(left, right, capability >= BF16_CAPABILITY, emulation)
+    carrier = _carrier(left_spec, right_spec, capability >= BF16_CAPABILITY, emulation)
     return Backend(EMULATED, False, f"{why}: codes carried in {_short(carrier)}", carrier, result)
 
 
@@ -119,14 +115,18 @@ def _native_wide(
     return Backend(NATIVE, True, f"{_short(left.dtype)} product ({found})", left.dtype, result)
 
 
-def _carrier(left: Format, right: Format, fast_bf16: bool, emulation: Emulation) -> torch.dtype:
-    """bf16 where it is fast and holds every value of both formats, else float32."""
+def _carrier(left: CastSpec, right: CastSpec, fast_bf16: bool, emulation: Emulation) -> torch.dtype:
+    """bf16 where it is fast and holds every value of both operands, else float32."""
     if emulation is Emulation.FAST and fast_bf16 and _fits_bf16(left) and _fits_bf16(right):
         return torch.bfloat16
     return torch.float32
 
 
-def _fits_bf16(fmt: Format) -> bool:
+def _fits_bf16(spec: CastSpec) -> bool:
+    fmt = spec.format
+    # tiles are multiplied by their scales in the carrier: exact by powers of two, and for E2M1 by E4M3 (6 bits)
+    if spec.in_blocks and not (spec.has_pow2_scale or spec.scale is NVFP4):
+        return False
     if fmt.is_integer:
         return fmt.bits <= BF16.mantissa_bits + 1
     return fmt.mantissa_bits <= BF16.mantissa_bits and fmt.exponent_bits <= BF16.exponent_bits

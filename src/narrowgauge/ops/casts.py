@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.formats import FP32, TF32, Format
+from narrowgauge.numerics.hadamard import Hadamard
+from narrowgauge.ops import backends
 from narrowgauge.ops.backends import Backend, backend_of
-from narrowgauge.ops.matmul import GEMMS, GRAD_WEIGHT, Gemm
+from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, Gemm
 from narrowgauge.recipes.spec import CastSpec, Emulation, Recipe
+
+
+class OperandCast(NamedTuple):
+    """What one product does to one of its operands, given as the matrix that the layer has: [rows, columns].
+
+    hadamard: a transform down the rows before the cast. spec: its tiles lie along the dimension that is summed over.
+    stream: the random stream of a stochastic cast, one for each operand of each product.
+    """
+
+    spec: CastSpec
+    hadamard: Hadamard | None
+    stream: int
+
+    def agrees_with(self, other: OperandCast) -> bool:
+        """True where one cast serves both uses."""
+        return self[:2] == other[:2]
 
 
 @dataclass(frozen=True)
@@ -21,6 +39,9 @@ class LinearCasts:
     input, weight, grad_output: the operands' casts; for a layer kept in the compute dtype these are wide and unscaled.
     compute: the format of the GEMMs named by `in_compute` (output, grad_input, grad_weight): FP32, TF32, BF16, FP16.
     activation: what the input is saved as for backward, and multiplied as by grad_weight; None: the input operand.
+    weight_for_grad_input, grad_output_for_grad_weight: the casts there, where they are not `weight` and `grad_output`.
+    hadamard: of both operands of grad_weight. smooth: every input channel is brought to one magnitude by a power of
+    two, which the weight takes back.
     """
 
     input: CastSpec
@@ -30,9 +51,13 @@ class LinearCasts:
     in_compute: tuple[bool, bool, bool] = (False, False, False)
     emulation: Emulation = Emulation.FAST
     activation: CastSpec | None = None
+    weight_for_grad_input: CastSpec | None = None
+    grad_output_for_grad_weight: CastSpec | None = None
+    hadamard: Hadamard | None = None
+    smooth: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe, quantized: bool) -> Self:
+    def of(cls, recipe: Recipe, quantized: bool, smooth: bool = False) -> Self:
         """The casts that `recipe` gives a layer. quantized False: the layer is kept in the compute dtype.
 
         Raises RecipeError while the recipe's compute dtype is not decided.
@@ -52,25 +77,54 @@ class LinearCasts:
             in_compute=recipe.override_linear_precision,
             emulation=emulation,
             activation=recipe.activation,
+            weight_for_grad_input=recipe.weight_for_grad_input,
+            grad_output_for_grad_weight=recipe.grad_output_for_grad_weight,
+            hadamard=recipe.hadamard,
+            smooth=smooth,
         )
 
     def __post_init__(self) -> None:
         in_compute = {gemm.name: flag for gemm, flag in zip(GEMMS, self.in_compute, strict=True)}
-        specs = {gemm.name: self._specs_of(gemm, in_compute[gemm.name]) for gemm in GEMMS}
+        operands = {gemm.name: self._operands_of(gemm, in_compute[gemm.name]) for gemm in GEMMS}
         # not fields: they follow from the fields, and are looked up several times a call
         object.__setattr__(self, "_in_compute", in_compute)
-        object.__setattr__(self, "_specs", specs)
+        object.__setattr__(self, "_operands", operands)
+        stochastic = any(operand.spec.is_stochastic for each in operands.values() for operand in each.values())
+        object.__setattr__(self, "_is_stochastic", stochastic)
+        object.__setattr__(self, "_on_cpu", {})
 
-    def _specs_of(self, gemm: Gemm, in_compute: bool) -> dict[str, CastSpec]:
-        own = {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
-        specs = {role: CastSpec(self.compute) if in_compute else own[role] for role in (gemm.left, gemm.right)}
-        if self.activation is not None and gemm.name == GRAD_WEIGHT.name:
+    def _operands_of(self, gemm: Gemm, in_compute: bool) -> dict[str, OperandCast]:
+        specs = {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
+        if gemm is GRAD_INPUT:
+            specs["weight"] = self.weight_for_grad_input or self.weight
+        if gemm is GRAD_WEIGHT:
+            specs["grad_output"] = self.grad_output_for_grad_weight or self.grad_output
+        if in_compute:
+            specs = dict.fromkeys(specs, CastSpec(self.compute))
+        if gemm is GRAD_WEIGHT and self.activation is not None:
             specs["input"] = self.activation
-        return specs
+        hadamard = self.hadamard if gemm is GRAD_WEIGHT and not in_compute else None
+        first_stream = 2 * GEMMS.index(gemm)
+        return {
+            role: OperandCast(specs[role] if along_columns else specs[role].transposed, hadamard, first_stream + at)
+            for at, (role, along_columns) in enumerate(
+                # summed along the columns of the layer's matrix, or along its rows
+                ((gemm.left, not gemm.left_transposed), (gemm.right, gemm.right_transposed))
+            )
+        }
+
+    @property
+    def is_stochastic(self) -> bool:
+        """True where an operand is rounded stochastically, so that a call needs a key."""
+        return self._is_stochastic  # type: ignore[attr-defined]
+
+    def operand(self, gemm: Gemm, role: str) -> OperandCast:
+        """The cast of the operand `role` ("input", "weight", "grad_output") where `gemm` multiplies it."""
+        return self._operands[gemm.name][role]  # type: ignore[attr-defined]
 
     def spec(self, gemm: Gemm, role: str) -> CastSpec:
-        """The cast of the operand `role` ("input", "weight", "grad_output") where `gemm` multiplies it."""
-        return self._specs[gemm.name][role]  # type: ignore[attr-defined]
+        """The spec of that cast."""
+        return self.operand(gemm, role).spec
 
     def runs_in_compute(self, gemm: Gemm) -> bool:
         """True where `gemm` multiplies in the compute dtype whatever the operands' own casts are."""
@@ -78,16 +132,22 @@ class LinearCasts:
 
     def backend(self, gemm: Gemm, device: torch.device) -> Backend:
         """What runs `gemm` on `device`, and why."""
-        left, right = self.spec(gemm, gemm.left).format, self.spec(gemm, gemm.right).format
-        return backend_of(left, right, device, self.emulation)
+        left, right = self.spec(gemm, gemm.left), self.spec(gemm, gemm.right)
+        if device.type != "cpu" or torch.compiler.is_compiling():
+            return backend_of(left, right, device, self.emulation)
+        known: dict[tuple[str, str | None], Backend] = self._on_cpu  # type: ignore[attr-defined]
+        key = (gemm.name, backends.FAST_BF16)
+        if key not in known:
+            known[key] = backend_of(left, right, device, self.emulation)
+        return known[key]
 
     def describe(self, device: torch.device | str) -> Backend:
         """The three GEMMs' backends as one: native only if all are, and the reason names them where they differ."""
-        backends = {gemm.name: self.backend(gemm, torch.device(device)) for gemm in GEMMS}
-        first = backends[GEMMS[0].name]
-        if len({backend.reason for backend in backends.values()}) == 1:
+        of_gemm = {gemm.name: self.backend(gemm, torch.device(device)) for gemm in GEMMS}
+        first = of_gemm[GEMMS[0].name]
+        if len({backend.reason for backend in of_gemm.values()}) == 1:
             return first
-        names = list(dict.fromkeys(backend.name for backend in backends.values()))
-        reason = "; ".join(f"{name}: {backend.reason}" for name, backend in backends.items())
-        native = all(backend.native for backend in backends.values())
+        names = list(dict.fromkeys(backend.name for backend in of_gemm.values()))
+        reason = "; ".join(f"{name}: {backend.reason}" for name, backend in of_gemm.items())
+        native = all(backend.native for backend in of_gemm.values())
         return Backend(" + ".join(names), native, reason, first.carrier, first.result)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.numerics.formats import Format
+from narrowgauge.numerics import philox
 from narrowgauge.ops import kernels
-from narrowgauge.ops.casts import LinearCasts
+from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
 from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots
+from narrowgauge.ops.saved import Saved, restore, save
 from narrowgauge.ops.shared import SharedInputs
+from narrowgauge.ops.smoothing import channel_factors
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 __all__ = ["Counter", "DelayedSlots", "LinearCasts", "linear"]
@@ -33,6 +35,7 @@ def linear(
     out_dtype: torch.dtype,
     counter: Counter | None = None,
     shared: SharedInputs[Cast] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """x @ weight.T + bias with operands cast by `casts`, in forward and in backward.
 
@@ -42,15 +45,17 @@ def linear(
 
     delayed: the slots of the roles ("input", "weight", "grad_output") whose scale is delayed. record: whether the live
     amax slots are raised, here and in backward. counter: told what each cast did, on sampled steps. shared: casts of
-    inputs made by sibling layers within one forward of their parent.
+    inputs made by sibling layers within one forward of their parent. generator: source of the random bits of stochastic
+    casts, one draw a call; None: torch's default one of the device.
 
-    Saved for backward: the codes of the input operand (1 byte a value in FP8) and of the weight, with their scales.
-    Where `casts.in_compute` runs grad_weight in the compute dtype, the input is saved in that dtype; where it runs
-    grad_input so, the weight itself is kept by reference and cast again.
+    Saved for backward: the codes of the input operand (1 byte a value in FP8, packed below 8 bits) and of the weight,
+    with their scales. Where `casts.in_compute` runs grad_weight in the compute dtype, the input is saved in that dtype;
+    where it runs grad_input so, the weight itself is kept by reference and cast again.
     """
     # read here: on the inside of the autograd function torch.compile sees a tensor without attributes
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
-    caster = Caster(delayed, record, counter, shared, weight_spec)
+    key = philox.draw_key(x.device, generator) if casts.is_stochastic else None
+    caster = Caster(delayed, record, counter, None if casts.smooth else shared, weight_spec, key)
     call = _Call(casts, caster, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
     return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]
 
@@ -66,35 +71,28 @@ class _Call(NamedTuple):
     grad_enabled: bool  # inside the autograd function it always reads False
 
 
-class _Saved(NamedTuple):
-    """How an operand waits for backward; its two tensors are in `ctx.saved_tensors`.
-
-    format: of the saved codes; None: the tensor itself was saved, and is cast again.
-    """
-
-    at: int
-    format: Format | None
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
         needs_x, needs_weight = (needed and call.grad_enabled for needed in ctx.needs_input_grad[:2])
+        values, factors = weight.detach(), None
+        if call.casts.smooth:
+            factors = channel_factors(rows)
+            rows, values = rows / factors.to(rows.dtype), _plain(values) * factors
         left, input_saved = _cast_pair("input", rows, GRAD_WEIGHT if needs_weight else None, call, source=x)
-        right, weight_saved = _cast_pair("weight", weight.detach(), GRAD_INPUT if needs_x else None, call)
+        right, weight_saved = _cast_pair("weight", values, GRAD_INPUT if needs_x else None, call)
         backend = call.casts.backend(OUTPUT, x.device)
         y = multiply(OUTPUT, left.factor(backend), right.factor(backend), backend, call.out_dtype, bias)
 
-        tensors: list[Tensor | None] = []
+        tensors: list[Tensor | None] = [factors]
         ctx.saved = {}
         for gemm, cast in ((GRAD_WEIGHT, input_saved), (GRAD_INPUT, weight_saved)):
-            if cast is None:
-                continue
-            # a wide copy of the weight would cost more than casting it again
-            again = gemm is GRAD_INPUT and not cast.format.is_narrow
-            ctx.saved[gemm.name] = _Saved(len(tensors), None if again else cast.format)
-            tensors += [weight, None] if again else [cast.codes, cast.dequant_scale]
+            if cast is not None:
+                # a wide copy of the weight would cost more than casting it again
+                again = weight if gemm is GRAD_INPUT and not cast.spec.format.is_narrow else None
+                ctx.saved[gemm.name], parts = save(cast, len(tensors), again)
+                tensors += parts
         ctx.save_for_backward(*tensors)
         # without the shared casts: they hold inputs, whose graph holds this node, and no collector sees such a cycle
         ctx.call = call._replace(caster=call.caster._replace(shared=None))
@@ -108,50 +106,61 @@ class _Linear(torch.autograd.Function):
         rows = grad_output.reshape(grad_output.shape[:-1].numel(), grad_output.shape[-1])
         dtypes = {GRAD_INPUT.name: call.input_dtype, GRAD_WEIGHT.name: call.weight_dtype}
         grads: dict[str, Tensor] = {}
-        left_casts: dict[Any, Cast] = {}
+        left_casts: list[tuple[OperandCast, torch.dtype | None, Cast]] = []
+        is_counted = False  # a role is counted once, by its first quantized use
         saved_tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
+        factors = saved_tensors[0]
         for gemm in (GRAD_INPUT, GRAD_WEIGHT):
             if gemm.name not in ctx.saved:
                 continue
             backend = call.casts.backend(gemm, grad_output.device)
-            spec = call.casts.spec(gemm, gemm.left)
-            if (spec, backend.carrier) not in left_casts:
-                counted = not call.casts.runs_in_compute(gemm) and not any(spec == seen for seen, _ in left_casts)
-                left_casts[spec, backend.carrier] = call.caster.cast(
-                    gemm.left, rows, spec, keep_codes=False, carrier=backend.carrier, counted=counted
-                )
-            left = left_casts[spec, backend.carrier].factor(backend)
-            right = _restored(ctx, gemm, saved_tensors).factor(backend)
-            grads[gemm.name] = multiply(gemm, left, right, backend, dtypes[gemm.name])
-        grad_x = grads[GRAD_INPUT.name].reshape(ctx.input_shape) if GRAD_INPUT.name in grads else None
+            how, carrier = call.casts.operand(gemm, gemm.left), backend.carrier
+            found = (cast for seen, dtype, cast in left_casts if seen.agrees_with(how) and dtype is carrier)
+            left = next(found, None)
+            if left is None:
+                counted = not is_counted and not call.casts.runs_in_compute(gemm)
+                is_counted = is_counted or counted
+                left = call.caster.cast(gemm.left, rows, how, keep_codes=False, carrier=carrier, counted=counted)
+                left_casts.append((how, carrier, left))
+            right = _restored(ctx, gemm, saved_tensors, factors)
+            grads[gemm.name] = multiply(gemm, left.factor(backend), right.factor(backend), backend, dtypes[gemm.name])
+        grad_x, grad_weight = grads.get(GRAD_INPUT.name), grads.get(GRAD_WEIGHT.name)
+        if factors is not None:  # powers of two: exact
+            grad_x = None if grad_x is None else grad_x / factors.to(grad_x.dtype)
+            grad_weight = None if grad_weight is None else grad_weight * factors.to(grad_weight.dtype)
         grad_bias = None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = kernels.column_sum(rows).to(ctx.bias_dtype)
-        return grad_x, grads.get(GRAD_WEIGHT.name), grad_bias, None
+        return None if grad_x is None else grad_x.reshape(ctx.input_shape), grad_weight, grad_bias, None
 
 
 def _cast_pair(
     role: str, x: Tensor, later: Gemm | None, call: _Call, source: Tensor | None = None
 ) -> tuple[Cast, Cast | None]:
     """The casts of `x` for the output GEMM and for a `later` one of backward, None if none: one where they agree."""
-    spec, carrier = call.casts.spec(OUTPUT, role), call.casts.backend(OUTPUT, x.device).carrier
-    spec_later = None if later is None else call.casts.spec(later, role)
+    how, carrier = call.casts.operand(OUTPUT, role), call.casts.backend(OUTPUT, x.device).carrier
+    how_later = None if later is None else call.casts.operand(later, role)
     counted = not call.casts.runs_in_compute(OUTPUT)
-    agree = spec is spec_later or spec == spec_later
-    now = call.caster.cast(role, x, spec, keep_codes=agree, carrier=carrier, counted=counted, source=source)
-    if spec_later is None or agree:
-        return now, None if spec_later is None else now
+    agree = how_later is not None and how.agrees_with(how_later)
+    now = call.caster.cast(role, x, how, keep_codes=agree, carrier=carrier, counted=counted, source=source)
+    if how_later is None or agree:
+        return now, None if how_later is None else now
     assert later is not None
     counted = not counted and not call.casts.runs_in_compute(later)
-    return now, call.caster.cast(role, x, spec_later, keep_codes=True, carrier=None, counted=counted, source=source)
+    return now, call.caster.cast(role, x, how_later, keep_codes=True, carrier=None, counted=counted, source=source)
 
 
-def _restored(ctx: Any, gemm: Gemm, saved_tensors: tuple[Any, ...]) -> Cast:
+def _restored(ctx: Any, gemm: Gemm, saved_tensors: tuple[Any, ...], factors: Tensor | None) -> Cast:
     """The right-hand operand of a backward GEMM, from what forward saved."""
     call: _Call = ctx.call
-    saved: _Saved = ctx.saved[gemm.name]
-    codes, dequant_scale = saved_tensors[saved.at : saved.at + 2]
-    if saved.format is not None:
-        return Cast(codes, None, dequant_scale, saved.format)
-    spec = call.casts.spec(gemm, gemm.right)
-    return call.caster.cast(gemm.right, codes.detach(), spec, keep_codes=True, carrier=None, counted=False)
+    saved: Saved = ctx.saved[gemm.name]
+    if saved.spec is not None:
+        return restore(saved, saved_tensors)
+    weight = saved_tensors[saved.at].detach()
+    how = call.casts.operand(gemm, gemm.right)
+    weight = weight if factors is None else _plain(weight) * factors
+    return call.caster.cast(gemm.right, weight, how, keep_codes=True, carrier=None, counted=False)
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from narrowgauge.numerics.formats import Format
 from narrowgauge.ops import kernels
 from narrowgauge.ops.backends import SCALED_MM, Backend
+from narrowgauge.recipes.spec import CastSpec
 
 ALIGNMENT = 16  # scaled_mm on CUDA: every dimension of FP8 operands is a multiple of 16 (cuBLASLt)
 # oneDNN multiplies a transposed bf16 left side up to 1.6 times slower than a plain one; from this many columns of the
@@ -47,13 +47,15 @@ GEMMS = (OUTPUT, GRAD_INPUT, GRAD_WEIGHT)  # the order of override_linear_precis
 class Factor(NamedTuple):
     """One side of a product: 2-dimensional values as the backend takes them, standing for `values * dequant_scale`.
 
-    values: codes for scaled_mm, else the code values in the backend's carrier dtype, or in a dtype that goes into it
-    exactly. dequant_scale: 0-dimensional float32, or None for 1.
+    values: codes for scaled_mm, else the values of the codes, times those of their tiles' scales, in the backend's
+    carrier dtype, or in a dtype that goes into it exactly. dequant_scale: 0-dimensional float32, or None for 1.
+    block_scale: with codes, the scales of the tiles that `spec` says, as they are stored.
     """
 
     values: Tensor
     dequant_scale: Tensor | None
-    format: Format
+    spec: CastSpec
+    block_scale: Tensor | None = None
 
 
 def multiply(

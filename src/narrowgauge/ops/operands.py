@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import kernels, rounding, scaling
-from narrowgauge.numerics.formats import TF32, Format
+from narrowgauge.numerics.formats import TF32
 from narrowgauge.ops.backends import Backend
+from narrowgauge.ops.casts import OperandCast
 from narrowgauge.ops.matmul import Factor
 from narrowgauge.ops.shared import SharedInputs
 from narrowgauge.recipes.spec import CastSpec
@@ -36,38 +36,47 @@ class Counter(Protocol):
 
 
 class Cast(NamedTuple):
-    """A tensor cast for products: its codes, its values in a carrier dtype, or both; x ~ value * dequant_scale.
+    """A matrix cast for products: its codes, its values in a carrier dtype, or both.
 
-    quant_scale: in a store, the delayed scale that it was cast with, else None. saturated, flushed: counts, where
-    asked for.
+    x ~ codes * block_scale * dequant_scale ~ carrier * dequant_scale. block_scale: one for each tile, as it is stored;
+    None for a cast per tensor. quant_scale: in a store, the delayed scale that it was cast with, else None. saturated,
+    flushed: counts, where asked for.
     """
 
     codes: Tensor | None
     carrier: Tensor | None
     dequant_scale: Tensor | None
-    format: Format
+    spec: CastSpec
     amax: Tensor | None = None
     quant_scale: Tensor | None = None
     saturated: int | Tensor = 0
     flushed: int | Tensor = 0
+    block_scale: Tensor | None = None
 
     def factor(self, backend: Backend) -> Factor:
         """The factor of a product on `backend`: codes for scaled_mm, else values that its carrier dtype holds."""
-        values = self.codes if backend.carrier is None else self.carrier
-        if backend.carrier is not None and (values is None or values.dtype is not backend.carrier):
+        if backend.carrier is None:
             assert self.codes is not None
-            values = self.codes
-            if self.format.is_narrow:
-                values = kernels.dequantize(self.codes, None, self.format, backend.carrier)
-        assert values is not None
-        return Factor(values, self.dequant_scale, self.format)
+            return Factor(self.codes, self.dequant_scale, self.spec, self.block_scale)
+        values = self.carrier
+        if values is None or values.dtype is not backend.carrier:
+            assert self.codes is not None
+            values = self._decoded(self.codes, backend.carrier)
+        return Factor(values, self.dequant_scale, self.spec)
+
+    def _decoded(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        fmt = self.spec.format
+        if self.block_scale is not None:
+            return kernels.dequantize_blocks(codes, self.block_scale, fmt, self.spec.granularity, dtype)
+        return kernels.dequantize(codes, None, fmt, dtype) if fmt.is_narrow else codes
 
 
 class Caster(NamedTuple):
     """Casts the operands of one call of a linear layer, and keeps the books: amax slots, counts, shared inputs.
 
     delayed: slots of the roles with a delayed scale. record: whether live slots are raised. counter: told of every
-    counted cast. shared: casts of inputs by sibling layers. weight_spec: how a quantized weight is stored.
+    counted cast. shared: casts of inputs by sibling layers. weight_spec: how a quantized weight is stored. key: source
+    of the random bits of stochastic casts, see `philox`; None where there is none.
     """
 
     delayed: Mapping[str, DelayedSlots]
@@ -75,43 +84,49 @@ class Caster(NamedTuple):
     counter: Counter | None
     shared: SharedInputs[Cast] | None
     weight_spec: CastSpec | None = None
+    key: Tensor | None = None
 
     def cast(
         self,
         role: str,
         x: Tensor,
-        spec: CastSpec,
+        how: OperandCast,
         *,
         keep_codes: bool,
         carrier: torch.dtype | None,
         counted: bool = True,
         source: Tensor | None = None,
     ) -> Cast:
-        """Cast `x`, the 2-dimensional operand `role`, and raise the role's live amax.
+        """Cast `x`, the matrix of the operand `role`, and raise the role's live amax.
 
         keep_codes: whether the codes are needed beside the carrier. counted: whether the counter is told. source: the
         tensor that `x` is a view of, under which siblings find the cast; None: it is not shared.
         Raises RecipeError where a delayed cast has no slots.
         """
+        spec = how.spec
         slots = self.delayed.get(role) if spec.is_delayed else None
         if spec.is_delayed and slots is None:
             raise RecipeError(f"{role} is cast by '{spec}': expected its slots in `delayed`, found none")
         quant_scale = None if slots is None else slots.quant_scale
         count = counted and self.counter is not None
-        made = functools.partial(
-            cast_by,
-            x,
-            spec,
-            quant_scale,
-            keep_codes=keep_codes,
-            carrier=carrier,
-            count=count,
-            stored=self.weight_spec if role == "weight" else None,
-        )
+
+        def make() -> Cast:
+            return cast_by(
+                x if how.hadamard is None else kernels.transform(_plain(x), how.hadamard.signs),
+                spec,
+                quant_scale,
+                keep_codes=keep_codes,
+                carrier=carrier,
+                count=count,
+                stored=self.weight_spec if role == "weight" else None,
+                key=self.key,
+                stream=how.stream,
+            )
+
         if self.shared is None or source is None:
-            done = made()
+            done = make()
         else:
-            done = _shared(self.shared, source, (spec, keep_codes, carrier, count), quant_scale, made)
+            done = _shared(self.shared, source, (spec, how.hadamard, keep_codes, carrier, count), quant_scale, make)
         if count and self.counter is not None:
             self.counter.add(role, x.numel(), done.saturated, done.flushed, done.amax)
         if self.record and slots is not None and done.amax is not None:
@@ -150,33 +165,43 @@ def cast_by(
     carrier: torch.dtype | None,
     count: bool,
     stored: CastSpec | None = None,
+    key: Tensor | None = None,
+    stream: int = 0,
 ) -> Cast:
-    """Cast `x` by `spec`; quant_scale: the delayed scale, or None. Codes are kept where there is no carrier.
+    """Cast a matrix by `spec`; quant_scale: the delayed scale, or None. Codes are kept where there is no carrier.
 
-    stored: how `x` is stored, where it is a QuantizedTensor; left out, it is asked.
+    stored: how `x` is stored, where it is a QuantizedTensor; left out, it is asked. key, stream: as in `cast_operand`.
     """
     if isinstance(x, QuantizedTensor):
         stored = x.spec if stored is None else stored
-        if stored.format is spec.format and (stored == spec or not spec.is_scaled):
+        same = stored == spec and not spec.in_blocks
+        if stored.format is spec.format and (same or not (spec.is_scaled or stored.in_blocks)):
             # the stored codes are the operand: casting their values again could only lose
-            return Cast(x.codes, None, x.dequant_scale, spec.format, x.amax if count else None)
+            return Cast(x.codes, None, x.dequant_scale, spec, x.amax if count else None)
         x = x.dequantize()
-    if not spec.is_scaled and not spec.format.is_narrow:
-        return _cast_wide(x, spec.format, count)
+    if not spec.is_scaled and not spec.format.is_narrow and not spec.is_stochastic:
+        return _cast_wide(x, spec, count)
     keep_codes = keep_codes or carrier is None
-    done = cast_operand(x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count)
+    done = cast_operand(
+        x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count, key=key, stream=stream
+    )
     dequant_scale = done.dequant_scale
-    if dequant_scale is not None and done.amax is not None and spec.format.saturating:
+    if spec.is_scaled and done.amax is not None and spec.format.saturating:
         # the cast has saturated an infinity: the product must still show it, or no loss scaler or guard would see it
-        dequant_scale = torch.where(done.amax.isfinite(), dequant_scale, done.amax)
+        dequant_scale = torch.where(done.amax.isfinite(), 1.0 if dequant_scale is None else dequant_scale, done.amax)
     counts = (0, 0) if done.saturated is None or done.flushed is None else (done.saturated, done.flushed)
-    return Cast(done.codes, done.carrier, dequant_scale, spec.format, done.amax, None, *counts)
+    return Cast(done.codes, done.carrier, dequant_scale, spec, done.amax, None, *counts, done.block_scale)
 
 
-def _cast_wide(x: Tensor, fmt: Format, count: bool) -> Cast:
+def _cast_wide(x: Tensor, spec: CastSpec, count: bool) -> Cast:
     """Cast to an unscaled wide format: by torch's own cast, which overflows as IEEE 754 does."""
+    fmt = spec.format
     codes = rounding.encode(x, fmt) if fmt is TF32 else x.to(fmt.dtype)
     if not count:
-        return Cast(codes, None, None, fmt)
+        return Cast(codes, None, None, spec)
     saturated, flushed = (x.float().abs() > fmt.max).sum(), ((x != 0) & (codes == 0)).sum()
-    return Cast(codes, None, None, fmt, scaling.tensor_amax(x), None, saturated, flushed)
+    return Cast(codes, None, None, spec, scaling.tensor_amax(x), None, saturated, flushed)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x
