@@ -24,6 +24,8 @@ _BITS = {
     torch.float16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.uint8: torch.uint8,
 }
 _PLAIN = torch.contiguous_format
 _forked = False
@@ -40,7 +42,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor that is not empty: float32, 0-dimensional, NaN where `x` holds NaN."""
-    bits, chunks = _array(x), chunks_for(x)
+    bits, chunks = array(x), chunks_for(x)
     largest = numba_cast.amax_serial(bits) if chunks == 1 else numba_cast.amax_parallel(bits, chunks)
     integer = np.int32 if x.dtype is torch.float32 else np.int16
     return torch.from_numpy(np.array(largest, integer)).view(x.dtype).float()
@@ -53,11 +55,11 @@ def quantize(
     encoded = torch.empty_like(x, dtype=fmt.dtype, memory_format=_PLAIN) if codes else None
     carried = torch.empty_like(x, dtype=carrier, memory_format=_PLAIN) if carrier is not None else None
     arguments = (
-        _array(x),
+        array(x),
         1.0 if quant_scale is None else quant_scale.item(),
         fmt.mantissa_bits,
-        None if encoded is None else _array(encoded),
-        None if carried is None else _array(carried),
+        None if encoded is None else array(encoded),
+        None if carried is None else array(carried),
     )
     chunks = chunks_for(x)
     if chunks == 1:
@@ -70,17 +72,17 @@ def quantize(
 def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
     """How many values a cast saturates, and how many it flushes to zero: int64, 0-dimensional."""
     scale = 1.0 if quant_scale is None else quant_scale.item()
-    saturated, flushed = numba_cast.count_serial(_array(x), scale, fmt.mantissa_bits)
+    saturated, flushed = numba_cast.count_serial(array(x), scale, fmt.mantissa_bits)
     return torch.tensor(saturated), torch.tensor(flushed)
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
     """Write the values of E4M3FN or E5M2 codes times the scale into `out`, float32 or bfloat16, contiguous."""
     arguments = (
-        _array(codes),
+        array(codes),
         1.0 if dequant_scale is None else dequant_scale.item(),
         fmt.mantissa_bits,
-        _array(out),
+        array(out),
     )
     chunks = chunks_for(codes)
     streamed = out.dtype is torch.float32 and out.numel() >= MIN_STREAMED and out.data_ptr() % 64 == 0
@@ -91,7 +93,7 @@ def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Te
     return out
 
 
-def _array(x: Tensor) -> np.ndarray:
+def array(x: Tensor) -> np.ndarray:
     """The bits of `x` as a flat array that shares its memory where it is contiguous."""
     return x.detach().contiguous().view(_BITS[x.dtype]).numpy().reshape(-1)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import hadamard, scaling
-from narrowgauge.numerics.formats import E4M3FN, E5M2, Format
+from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import twin
 from narrowgauge.numerics.scaling import ScaleRule
@@ -24,6 +24,7 @@ from narrowgauge.numerics.scaling import ScaleRule
 MIN_NUMBA = 1024
 
 _FAST_FORMATS = (E4M3FN, E5M2)
+_TILE_FORMATS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN)
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _CARRIERS = (None, torch.float32, torch.bfloat16)
 _CONTIGUOUS = torch.contiguous_format
@@ -221,9 +222,14 @@ def quantize_blocks_eagerly(
     key: Tensor | None,
     stream: int,
 ) -> BlockQuantized:
-    """`quantize_blocks` of a real tensor."""
+    """`quantize_blocks` of a real tensor: Numba or torch."""
     x = x.detach().contiguous()
-    return BlockQuantized(*twin.quantize_blocks(x, fmt, block, rule, key, stream, codes, carrier, count))
+    if x.dtype not in _INPUTS:
+        x = x.float()
+    fast = _tile_module(x, fmt in _TILE_FORMATS and carrier in _CARRIERS)
+    if fast is None:
+        return BlockQuantized(*twin.quantize_blocks(x, fmt, block, rule, key, stream, codes, carrier, count))
+    return BlockQuantized(*fast.quantize_blocks(x, fmt, block, rule, codes, carrier, count, key, stream))
 
 
 def dequantize_blocks_eagerly(
@@ -273,6 +279,15 @@ def _fast_module(x: Tensor, suits: bool) -> ModuleType | None:
 
         return triton_cast
     return None
+
+
+def _tile_module(x: Tensor, suits: bool) -> ModuleType | None:
+    """The module whose kernels cast this tensor in tiles, loaded on first use; None for the torch operations."""
+    if not suits or x.numel() == 0 or not x.is_cpu:
+        return None
+    from narrowgauge.numerics.kernels import cpu_tiles
+
+    return cpu_tiles
 
 
 @functools.cache

@@ -13,37 +13,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
+
+from narrowgauge.numerics.kernels.numba_bits import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    bits_of,
+    float_of,
+    shift_right,
+    stream_line,
+    widen,
+)
 
 i16, i32, f32 = np.int16, np.int32, np.float32
 
-_INFINITY = np.int32(0x7F800000)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-_SIGN = np.int32(-0x80000000)
-_NAN = np.int32(0x7FC00000)
 # chunks start at multiples of this, so that no two threads write one cache line
 _GRAIN = 256
 # values decoded into the first-level cache before they are streamed to memory
 _BLOCK = 2048
-
-
-@intrinsic
-def _stream_line(typing_context: Any, source: Any, i: Any, target: Any, j: Any) -> Any:
-    """target[j : j + 16] = source[i : i + 16] in int32, one cache line, written without reading it first."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        line = ir.VectorType(ir.IntType(32), 16).as_pointer()
-        pointers = []
-        for array_type, array, index in zip(signature.args[::2], arguments[::2], arguments[1::2], strict=True):
-            data = context.make_array(array_type)(context, builder, array).data
-            pointers.append(builder.bitcast(builder.gep(data, [index]), line))
-        store = builder.store(builder.load(pointers[0], align=4), pointers[1], align=64)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(source, types.intp, target, types.intp), codegen
 
 
 @njit(nogil=True, cache=True)
@@ -61,52 +50,6 @@ def _layout(mantissa_bits: int) -> tuple[int, int, int, int]:
     return i32(shift), i32(shift << 23), i32((128 - bias) << 23), i32(top)
 
 
-@intrinsic
-def _bits(typing_context: Any, value: Any) -> Any:
-    """The bits of a float32 as an int32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.int32(types.float32), codegen
-
-
-@intrinsic
-def _float(typing_context: Any, bits: Any) -> Any:
-    """The float32 that an int32 holds the bits of."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
-
-
-@intrinsic
-def _shift_right(typing_context: Any, bits: Any, count: Any) -> Any:
-    """A logical shift in 32 bits; Numba's own works in 64, with half the lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.lshr(*arguments)
-
-    return types.int32(types.int32, types.int32), codegen
-
-
-@intrinsic
-def _widen(typing_context: Any, element: Any) -> Any:
-    """The float32 value of an element: bits of float32 (int32), bfloat16 (uint16) or float16 (int16)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        if element == types.uint16:
-            wide = builder.zext(value, ir.IntType(32))
-            return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-        if element == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-        return builder.bitcast(value, ir.FloatType())
-
-    return types.float32(element), codegen
-
-
 @njit(nogil=True, cache=True)
 def _chunk(length: int, chunks: int) -> int:
     """Elements of a chunk: a multiple of the grain."""
@@ -119,7 +62,7 @@ def amax_serial(x: Any) -> int:
     largest = i32(0)
     if x.itemsize == 4:
         for i in range(len(x)):
-            largest = max(largest, i32(x[i] & _MAGNITUDE))
+            largest = max(largest, i32(x[i] & MAGNITUDE))
     else:
         for i in range(len(x)):
             largest = max(largest, i32(i32(x[i]) & i32(0x7FFF)))
@@ -141,23 +84,23 @@ def cast_serial(x: Any, scale: float, mantissa_bits: int, codes: Any, carrier: A
     """codes (uint8) = encode(x * scale), saturating; carrier = the values of the codes, as bits: uint16 or int32."""
     scale = f32(scale)
     shift, align, least, top = _layout(mantissa_bits)
-    first = _shift_right(i32(least + align), shift)
+    first = shift_right(i32(least + align), shift)
     for i in range(len(x)):
-        bits = _bits(f32(_widen(x[i]) * scale))
-        magnitude = i32(bits & _MAGNITUDE)
+        bits = bits_of(f32(widen(x[i]) * scale))
+        magnitude = i32(bits & MAGNITUDE)
         clamped = i32(min(magnitude, top))
         # a power of two whose ulp is the distance of the format's values here: adding it rounds, ties to even, once
-        grid = i32(max(i32(clamped & _INFINITY), least) + align)
-        rounded = f32(_float(clamped) + _float(grid))
-        is_nan = magnitude > _INFINITY
+        grid = i32(max(i32(clamped & INFINITY), least) + align)
+        rounded = f32(float_of(clamped) + float_of(grid))
+        is_nan = magnitude > INFINITY
         if codes is not None:
-            steps = i32(_bits(rounded) - grid)
-            sign = i32(_shift_right(bits, i32(24)) & i32(0x80))
-            code = i32(i32(i32(_shift_right(grid, shift) + steps) - first) | sign)
+            steps = i32(bits_of(rounded) - grid)
+            sign = i32(shift_right(bits, i32(24)) & i32(0x80))
+            code = i32(i32(i32(shift_right(grid, shift) + steps) - first) | sign)
             codes[i] = np.uint8(i32(sign | i32(0x7F)) if is_nan else code)
         if carrier is not None:
-            value = _bits(f32(rounded - _float(grid)))
-            value = i32((_NAN if is_nan else value) | i32(bits & _SIGN))
+            value = bits_of(f32(rounded - float_of(grid)))
+            value = i32((NAN if is_nan else value) | i32(bits & SIGN))
             carrier[i] = i32(value >> 16) if carrier.itemsize == 2 else value
 
 
@@ -185,9 +128,9 @@ def count_serial(x: Any, scale: float, mantissa_bits: int) -> tuple[int, int]:
     half = i32(i32(least + align) - i32(24 << 23))
     saturated, flushed = i32(0), i32(0)
     for i in range(len(x)):
-        value = f32(_widen(x[i]))
-        magnitude = i32(_bits(f32(value * scale)) & _MAGNITUDE)
-        saturated += i32(magnitude > top) & i32(magnitude <= _INFINITY)
+        value = f32(widen(x[i]))
+        magnitude = i32(bits_of(f32(value * scale)) & MAGNITUDE)
+        saturated += i32(magnitude > top) & i32(magnitude <= INFINITY)
         flushed += i32(magnitude <= half) & i32(value != f32(0.0))
     return saturated, flushed
 
@@ -205,10 +148,10 @@ def decode_serial(codes: Any, scale: float, mantissa_bits: int, values: Any) -> 
         code = i16(np.int8(codes[i]))
         half = i16(i16(code << 7) & i16(-0x4001)) if is_e4m3 else i16(code << 8)
         half = i16(0x7E00) if i16(half & i16(0x7FFF)) == nan else half
-        bits = _bits(f32(f32(_widen(half) * rebias) * scale))
+        bits = bits_of(f32(f32(widen(half) * rebias) * scale))
         if values.itemsize == 2:
-            rounded = i32(_shift_right(i32(bits + i32(0x7FFF) + i32(_shift_right(bits, i32(16)) & i32(1))), i32(16)))
-            values[i] = i32(0x7FC0) if i32(bits & _MAGNITUDE) > _INFINITY else rounded
+            rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
+            values[i] = i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
         else:
             values[i] = bits
 
@@ -229,7 +172,7 @@ def decode_streamed(codes: Any, scale: float, mantissa_bits: int, values: Any) -
     for start in range(0, whole, _BLOCK):
         decode_serial(codes[start : start + _BLOCK], scale, mantissa_bits, scratch)
         for i in range(0, _BLOCK, 16):
-            _stream_line(scratch, i, values, start + i)
+            stream_line(scratch, i, values, start + i)
     decode_serial(codes[whole:], scale, mantissa_bits, values[whole:])
 
 

@@ -1,0 +1,82 @@
+"""The Numba kernels for casts with a scale for each tile, on torch tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics import scaling
+from narrowgauge.numerics.formats import Format
+from narrowgauge.numerics.granularity import Block
+from narrowgauge.numerics.kernels import cpu, numba_bits, numba_scales, numba_tiles
+from narrowgauge.numerics.scaling import NVFP4, ScaleRule
+
+# bytes of a part that is read twice: half of a common second-level cache
+_PART_BYTES = 1 << 19
+_NO_CODES, _NO_CARRIER, _NO_WORDS, _NO_COUNTS = (np.empty(0, d) for d in (np.uint8, np.uint16, np.int32, np.int64))
+
+layout = functools.cache(numba_bits.layout)
+
+
+class Plan(NamedTuple):
+    """How a matrix is cut: its shape as the kernels see it, the tile's, columns of a part, number of parts."""
+
+    shape: tuple[int, int]
+    tile: tuple[int, int]
+    part: int
+    parts: int
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(rows: int, columns: int, block: Block) -> Plan:
+    """The parts of a matrix that is not empty. Rows whose tiles all are whole are one long row."""
+    height, width = block.size_in(rows, columns)
+    height, width = min(height, rows), min(width, columns)
+    if height == 1 and columns % width == 0:
+        rows, columns = 1, rows * columns
+    wanted = max(_PART_BYTES // (4 * height), 64) if height > 1 else numba_tiles.RUN
+    part = max(min(wanted, columns) // width, 1) * width
+    return Plan((rows, columns), (height, width), part, -(-rows // height) * -(-columns // part))
+
+
+def quantize_blocks(
+    x: Tensor,
+    fmt: Format,
+    block: Block,
+    rule: ScaleRule,
+    codes: bool,
+    carrier: torch.dtype | None,
+    count: bool,
+    key: Tensor | None,
+    stream: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`twin.quantize_blocks` of a matrix that is not empty, in a float format of 4 to 8 bits."""
+    shape, tile, part, parts = plan(*x.shape, block)
+    encoded = torch.empty(x.shape, dtype=fmt.dtype) if codes else None
+    carried = torch.empty(x.shape, dtype=carrier) if carrier is not None else None
+    stored = torch.empty(block.grid_of(*x.shape), dtype=scaling.stored_dtype(rule))
+    is_float = stored.dtype is torch.float32
+    counts = np.zeros(2, np.int64) if count else _NO_COUNTS
+    arguments = (
+        numba_scales.RULES[rule],
+        layout(fmt),
+        cpu.amax(x).view(torch.int32).item() if rule is NVFP4 else 0,
+        (False, 0, 0) if key is None else (True, key.item(), stream),
+        _NO_CODES if encoded is None else cpu.array(encoded),
+        _NO_CARRIER if carried is None else cpu.array(carried),
+        cpu.array(stored) if is_float else _NO_WORDS,
+        _NO_CODES if is_float else cpu.array(stored),
+        counts,
+    )
+    bits, chunks = cpu.array(x), min(cpu.chunks_for(x), parts)
+    if chunks == 1:
+        largest = numba_tiles.cast_tiles_serial(bits, shape, tile, part, 0, parts, *arguments)
+    else:
+        largest = numba_tiles.cast_tiles_parallel(bits, shape, tile, part, parts, chunks, *arguments)
+    amax = torch.tensor(largest, dtype=torch.int32).view(torch.float32)
+    saturated, flushed = torch.from_numpy(counts).unbind() if count else (None, None)
+    return encoded, carried, stored, amax, saturated, flushed

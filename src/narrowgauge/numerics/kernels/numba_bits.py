@@ -1,0 +1,94 @@
+"""Floats as bits inside Numba: what its own operators do not say, or say in 64 bits with half the lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from narrowgauge.numerics.formats import Format
+
+INFINITY = np.int32(0x7F800000)
+MAGNITUDE = np.int32(0x7FFFFFFF)
+SIGN = np.int32(-0x80000000)
+NAN = np.int32(0x7FC00000)
+
+# (shift, least, top, sign shift, NaN mask): what the casts know of a format, see `layout`
+Layout = tuple[int, int, int, int, int]
+
+
+def layout(fmt: Format) -> Layout:
+    """What the casts know of a format of 4, 6 or 8 bits.
+
+    shift: mantissa bits of float32 that the format drops. least: exponent field of the smallest normal value. top:
+    float32 bits of the largest value. sign shift: from float32's sign to the code's. NaN mask: 0xFF, or 0 where the
+    format has no NaN, which then has code 0.
+    """
+    top = int(np.float32(fmt.max).view(np.int32))
+    return 23 - fmt.mantissa_bits, (128 - fmt.bias) << 23, top, 32 - fmt.bits, 0xFF if fmt.has_nan else 0
+
+
+@intrinsic
+def bits_of(typing_context: Any, value: Any) -> Any:
+    """The bits of a float32 as an int32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def float_of(typing_context: Any, bits: Any) -> Any:
+    """The float32 that an int32 holds the bits of."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def shift_right(typing_context: Any, bits: Any, count: Any) -> Any:
+    """A logical shift in 32 bits; Numba's own works in 64, with half the lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.lshr(*arguments)
+
+    return types.int32(types.int32, types.int32), codegen
+
+
+@intrinsic
+def widen(typing_context: Any, element: Any) -> Any:
+    """The float32 value of an element: bits of float32 (int32), bfloat16 (uint16) or float16 (int16)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        if element == types.uint16:
+            wide = builder.zext(value, ir.IntType(32))
+            return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+        if element == types.int16:
+            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+        return builder.bitcast(value, ir.FloatType())
+
+    return types.float32(element), codegen
+
+
+@intrinsic
+def stream_line(typing_context: Any, source: Any, i: Any, target: Any, j: Any) -> Any:
+    """target[j : j + 16] = source[i : i + 16] in int32, one cache line, written without reading it first."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(32), 16).as_pointer()
+        pointers = []
+        for array_type, array, index in zip(signature.args[::2], arguments[::2], arguments[1::2], strict=True):
+            data = context.make_array(array_type)(context, builder, array).data
+            pointers.append(builder.bitcast(builder.gep(data, [index]), line))
+        store = builder.store(builder.load(pointers[0], align=4), pointers[1], align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, target, types.intp), codegen

@@ -1,0 +1,177 @@
+"""Numba kernels of the CPU for casts with a scale for each tile: amax, scales and codes in one pass over the tensor.
+
+The work is cut into parts: as many whole tiles side by side as keep a part in the caches, so that what is read twice,
+for amax and for the cast, comes from memory once. A part is cast row by row in runs of `RUN` values, see `numba_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from narrowgauge.numerics.kernels import numba_rows, numba_scales
+
+i32 = np.int32
+
+# values of a run: its scales, random words and scaled values lie in the first-level cache together
+RUN = 1024
+
+
+@njit(nogil=True, cache=True)
+def largest_of_tiles(x: Any, width: int, largest: Any) -> None:
+    """largest[t] = the largest magnitude, as bits, of each `width` values; the last tile may be ragged."""
+    if width == 1:
+        for t in range(len(largest)):
+            largest[t] = i32(0)
+        numba_rows.raise_to(x, largest)
+        return
+    whole = len(x) // width
+    # constants let LLVM unroll the loop over a tile
+    if width == 16:
+        for t in range(whole):
+            largest[t] = numba_rows.largest_of(x[16 * t : 16 * t + 16])
+    elif width == 32:
+        for t in range(whole):
+            largest[t] = numba_rows.largest_of(x[32 * t : 32 * t + 32])
+    else:
+        for t in range(whole):
+            largest[t] = numba_rows.largest_of(x[width * t : width * t + width])
+    if whole < len(largest):
+        largest[whole] = numba_rows.largest_of(x[width * whole :])
+
+
+@njit(nogil=True, cache=True)
+def repeat(per_tile: Any, width: int, skipped: int, out: Any) -> None:
+    """out = the value of each tile for each of its columns, after the first `skipped` columns of the first tile."""
+    n = len(out)
+    if width == 1:
+        for j in range(n):
+            out[j] = per_tile[j]
+    elif width == 16 and skipped == 0 and n % 16 == 0:
+        for t in range(n // 16):
+            for j in range(16):
+                out[16 * t + j] = per_tile[t]
+    else:
+        start, t = 0, 0
+        while start < n:
+            stop = min(n, (t + 1) * width - skipped)
+            value = per_tile[t]
+            for j in range(start, stop):
+                out[j] = value
+            start, t = stop, t + 1
+
+
+@njit(nogil=True, cache=True)
+def _largest_of_part(x: Any, shape: Any, tile: Any, first_row: int, last_row: int, left: int, right: int, rows: Any,
+                     largest: Any) -> None:  # fmt: skip
+    columns, width = shape[1], tile[1]
+    if last_row - first_row == 1:
+        largest_of_tiles(x[first_row * columns + left : first_row * columns + right], width, largest)
+        return
+    panel = rows[: right - left]
+    panel[:] = 0
+    for row in range(first_row, last_row):
+        numba_rows.raise_to(x[row * columns + left : row * columns + right], panel)
+    largest_of_tiles(panel, width, largest)
+
+
+@njit(nogil=True, cache=True)
+def cast_tiles_serial(
+    x: Any, shape: Any, tile: Any, part: int, first: int, last: int, rule: int, layout: Any, tensor_amax: int,
+    random: Any, codes: Any, carrier: Any, words: Any, stored: Any, counts: Any,
+) -> int:  # fmt: skip
+    """Cast parts `first` to `last` of a matrix; returns the bits of the largest magnitude among them.
+
+    shape, tile: (rows, columns). part: columns of a part, a multiple of the tile's. random: (whether to round
+    stochastically, key, stream). codes, carrier (uint16 or int32), counts (int64 [2]): empty where not wanted. words,
+    stored: the scales, see `numba_scales.scales_of`; one of the two is empty.
+    """
+    rows, columns = shape
+    height, width = tile
+    across, parts = (columns + width - 1) // width, (columns + part - 1) // part
+    most = (part + width - 1) // width
+    panel = np.empty(part if height > 1 else 0, np.int32)
+    largest, scale_words, scale_bytes = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.uint8)
+    quant_scale, factor = np.empty(most, np.float32), np.empty(most, np.float32)
+    scratch = _scratch()
+    most_of_all = i32(0)
+    for item in range(first, last):
+        band, left = item // parts, item % parts * part
+        right = min(left + part, columns)
+        top, bottom = band * height, min(band * height + height, rows)
+        n = (right - left + width - 1) // width
+        _largest_of_part(x, shape, tile, top, bottom, left, right, panel, largest[:n])
+        most_of_all = max(most_of_all, i32(numba_rows.largest_of(largest[:n])))
+        numba_scales.scales_of(
+            largest[:n], rule, layout, tensor_amax, quant_scale[:n], factor[:n], scale_words[:n], scale_bytes[:n]
+        )
+        at = band * across + left // width
+        if len(words):
+            words[at : at + n] = scale_words[:n]
+        else:
+            stored[at : at + n] = scale_bytes[:n]
+        for start in range(left, right, RUN):
+            stop = min(start + RUN, right)
+            tiles, skipped = (start - left) // width, (start - left) % width
+            repeat(quant_scale[tiles:n], width, skipped, scratch[0][: stop - start])
+            if len(carrier):
+                repeat(factor[tiles:n], width, skipped, scratch[1][: stop - start])
+            for row in range(top, bottom):
+                at = row * columns + start
+                cast_run(x, at, at + stop - start, layout, random, codes, carrier, counts, scratch)
+    return most_of_all
+
+
+@njit(nogil=True, cache=True)
+def _scratch() -> Any:
+    """Scales and factors of a run, its scaled values, random words and codes."""
+    return (
+        np.empty(RUN, np.float32), np.empty(RUN, np.float32), np.empty(RUN, np.int32), np.empty(RUN + 4, np.int32),
+        np.empty(RUN, np.uint8),
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def cast_run(
+    x: Any, start: int, stop: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any, scratch: Any
+) -> None:
+    """Cast values `start` to `stop`, at most `RUN`, by the scales and factors in the scratch arrays."""
+    n = stop - start
+    scaled = scratch[2][:n]
+    numba_rows.scale_row(x[start:stop], scratch[0], scaled)
+    if len(counts):
+        counts[0] += numba_rows.count_saturated(scaled, layout[2])
+    if random[0]:
+        skipped = start % 4
+        numba_rows.draw_row(random[1], random[2], start // 4, scratch[3][: (skipped + n + 3) // 4 * 4])
+        numba_rows.stochastic_row(scaled, scratch[3][skipped:], layout)
+    if len(codes):
+        numba_rows.encode_row(scaled, layout, codes[start:stop])
+    if len(counts):
+        numba_rows.encode_row(scaled, layout, scratch[4][:n])
+        counts[1] += numba_rows.count_flushed(x[start:stop], scratch[4], layout[3])
+    if len(carrier):
+        numba_rows.round_row(scaled, layout)
+        numba_rows.multiply_row(scaled, scratch[1], carrier[start:stop])
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def cast_tiles_parallel(
+    x: Any, shape: Any, tile: Any, part: int, items: int, chunks: int, rule: int, layout: Any, tensor_amax: int,
+    random: Any, codes: Any, carrier: Any, words: Any, stored: Any, counts: Any,
+) -> int:  # fmt: skip
+    """`cast_tiles_serial` over chunks of parts in parallel."""
+    size = (items + chunks - 1) // chunks
+    largest = np.zeros(chunks, np.int32)
+    counted = np.zeros((chunks, len(counts)), np.int64)
+    for c in prange(chunks):
+        largest[c] = cast_tiles_serial(
+            x, shape, tile, part, min(c * size, items), min(c * size + size, items), rule, layout, tensor_amax, random,
+            codes, carrier, words, stored, counted[c],
+        )  # fmt: skip
+    for c in range(chunks):
+        for k in range(len(counts)):
+            counts[k] += counted[c, k]
+    return largest.max()
