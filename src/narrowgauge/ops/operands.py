@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics import kernels, rounding, scaling
+from narrowgauge.numerics import kernels, philox, rounding, scaling
 from narrowgauge.numerics.formats import TF32
 from narrowgauge.ops.backends import Backend
-from narrowgauge.ops.casts import OperandCast
+from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.matmul import Factor
 from narrowgauge.ops.shared import SharedInputs
 from narrowgauge.recipes.spec import CastSpec
@@ -133,6 +133,23 @@ class Caster(NamedTuple):
             live = slots.history[:1]
             live.copy_(torch.maximum(live, done.amax))  # maximum keeps NaN, and repeating it changes nothing
         return done
+
+
+def key_of_call(
+    casts: LinearCasts, x: Tensor, weight: Tensor, generator: torch.Generator | None = None
+) -> Tensor | None:
+    """The key of one call's stochastic casts, None where it has none: another one on each rank of a process group.
+
+    generator: its source; None: torch's default one of the device, the only one that compiled code knows.
+    """
+    if not casts.is_stochastic:
+        return None
+    if generator is None and torch.compiler.is_compiling():
+        key = torch.ops.narrowgauge.draw_key(x, weight)
+    else:
+        key = philox.draw_key(x.device, generator)
+    is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return key + torch.distributed.get_rank() if is_one_of_many else key
 
 
 def _shared(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics import formats, scaling
+from narrowgauge.numerics import formats, philox, scaling
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.hadamard import POINTS
 from narrowgauge.numerics.kernels import dispatch
@@ -33,6 +33,11 @@ _LIBRARY.define(
     "dequantize_blocks(Tensor codes, Tensor dequant_scale, str fmt, int? rows, int? columns, ScalarType dtype,"
     " Tensor? tensor_amax) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
+)
+# the tensors are those that the key is for: without them a compiler would take two draws for one
+_LIBRARY.define(
+    "draw_key(Tensor x, Tensor weight) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 _LIBRARY.define("hadamard(Tensor x, int[] signs) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -130,6 +135,10 @@ def _dequantize_blocks_fake(
 _LIBRARY.impl("amax", dispatch.amax_eagerly, "CompositeExplicitAutograd")
 _LIBRARY.impl("quantize", _quantize_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("dequantize", _dequantize_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("draw_key", lambda x, weight: philox.draw_key(x.device), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "narrowgauge::draw_key", lambda x, weight: x.new_empty((), dtype=torch.int64), lib=_LIBRARY
+)
 _LIBRARY.impl("quantize_blocks", _quantize_blocks_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("dequantize_blocks", _dequantize_blocks_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("hadamard", lambda x, signs: dispatch.transform_eagerly(x, tuple(signs)), "CompositeExplicitAutograd")
