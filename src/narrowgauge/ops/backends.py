@@ -1,7 +1,8 @@
 """Which backend multiplies two formats on a device, and why.
 
 `native`: the hardware multiplies these formats. `emulated`: the codes are carried in a wider dtype that holds them
-exactly, so the products are the same numbers, without the speed or memory of the narrow hardware.
+exactly, so the products are the same numbers, without the speed or memory of the narrow hardware. `scaled_mm` is
+native, but for formats of 4 and 6 bits whose codes are carried in FP8.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP32, TF32, Format
+from narrowgauge.numerics.formats import BF16, FP32, TF32, Format
 from narrowgauge.numerics.scaling import NVFP4
+from narrowgauge.ops.cuda.routes import Route, Scaling, machine_of, native_of
 from narrowgauge.recipes.spec import CastSpec, Emulation
 
-FP8_CAPABILITY: tuple[int, int] = (8, 9)  # Ada Lovelace: the first with FP8 tensor cores (CUDA C++ Programming Guide)
 BF16_CAPABILITY: tuple[int, int] = (8, 0)  # Ampere: the first with bf16 and TF32 tensor cores
 FAST_BF16_FEATURES = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")  # names of torch.cpu.get_capabilities()
 
@@ -30,7 +31,7 @@ class Backend:
     name: "scaled_mm", "native" or "emulated". native: True where the hardware multiplies the formats themselves.
     reason: why, in words. carrier: the dtype that the operands' values are held in for the product (for scaled_mm None:
     it takes the codes). result: the dtype that the product is rounded to before the caller's, as hardware of these
-    formats would; None: straight to the caller's.
+    formats would; None: straight to the caller's. route: for scaled_mm, how it is called.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Backend:
     reason: str
     carrier: torch.dtype | None
     result: torch.dtype | None = None
+    route: Route | None = None
 
 
 # The CPU feature that multiplies bf16 in hardware, or None. Read once: torch.compile cannot trace the probe.
@@ -47,7 +49,10 @@ FAST_BF16: str | None = next((f for f in FAST_BF16_FEATURES if torch.cpu.get_cap
 def backend_of(
     left: CastSpec | Format, right: CastSpec | Format, device: torch.device, emulation: Emulation = Emulation.FAST
 ) -> Backend:
-    """The backend of the product of two operands on `device`, each given by its cast, or by its format alone."""
+    """The backend of the product of two operands on `device`, each given by its cast, or by its format alone.
+
+    The casts are those of matrices [outer dimension, dimension that is summed over].
+    """
     left_spec = left if isinstance(left, CastSpec) else CastSpec(left)
     right_spec = right if isinstance(right, CastSpec) else CastSpec(right)
     left, right = left_spec.format, right_spec.format
@@ -75,25 +80,28 @@ def _on_cuda(
     left_spec: CastSpec, right_spec: CastSpec, device: torch.device, emulation: Emulation, result: torch.dtype | None
 ) -> Backend:
     left, right = left_spec.format, right_spec.format
-    present = torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability(device) if present else FP8_CAPABILITY
-    found = f"{'' if present else 'no CUDA device here, assumed: '}compute capability {capability[0]}.{capability[1]}"
-    fp8 = (E4M3FN, E5M2)
-    if left_spec.in_blocks or right_spec.in_blocks:
-        why = f"{found}: no product of {left_spec} by {right_spec} is wired"
-    elif left in fp8 and right in fp8:
-        if capability >= FP8_CAPABILITY and not (left is E5M2 and right is E5M2):
-            return Backend(SCALED_MM, True, f"scaled_mm ({found})", None, result)
-        why = "the hardware multiplies no E5M2 by E5M2"
-        if capability < FP8_CAPABILITY:
-            why = f"{found} has no FP8 products (8.9 and later have)"
+    machine = machine_of(device)
+    assumed = "" if torch.cuda.is_available() else "no CUDA device here, assumed: "
+    found = f"{assumed}{machine}"
+    if left.is_narrow and right.is_narrow:
+        route = native_of(left_spec, right_spec, machine)
+        if isinstance(route, Route):
+            return _in_hardware(route, left, right, found)
+        why = f"{assumed}{route}"
     else:
-        wide = _native_wide(left, right, capability, found, result)
+        wide = _native_wide(left, right, machine.capability, found, result)
         if wide is not None:
             return wide
         why = f"{found} multiplies no {_pair(left, right)}"
-    carrier = _carrier(left_spec, right_spec, capability >= BF16_CAPABILITY, emulation)
+    carrier = _carrier(left_spec, right_spec, machine.capability >= BF16_CAPABILITY, emulation)
     return Backend(EMULATED, False, f"{why}: codes carried in {_short(carrier)}", carrier, result)
+
+
+def _in_hardware(route: Route, left: Format, right: Format, found: str) -> Backend:
+    blocks = "" if route.left is Scaling.TENSOR else f" {route.left.value} by {route.right.value}"
+    others = [fmt for fmt, own in zip(route.formats, (left, right), strict=True) if fmt is not own]
+    carried = f", codes carried in {others[0]}" if others else ""
+    return Backend(SCALED_MM, not others, f"scaled_mm{blocks} ({found}){carried}", None, None, route)
 
 
 def _native_wide(

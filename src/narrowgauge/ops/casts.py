@@ -132,14 +132,20 @@ class LinearCasts:
 
     def backend(self, gemm: Gemm, device: torch.device) -> Backend:
         """What runs `gemm` on `device`, and why."""
-        left, right = self.spec(gemm, gemm.left), self.spec(gemm, gemm.right)
         if device.type != "cpu" or torch.compiler.is_compiling():
-            return backend_of(left, right, device, self.emulation)
+            return self._backend_of(gemm, device)
         known: dict[tuple[str, str | None], Backend] = self._on_cpu  # type: ignore[attr-defined]
         key = (gemm.name, backends.FAST_BF16)
         if key not in known:
-            known[key] = backend_of(left, right, device, self.emulation)
+            known[key] = self._backend_of(gemm, device)
         return known[key]
+
+    def _backend_of(self, gemm: Gemm, device: torch.device) -> Backend:
+        left, right = self.spec(gemm, gemm.left), self.spec(gemm, gemm.right)
+        # as the matrices [outer dimension, dimension that is summed over]
+        left = left.transposed if gemm.left_transposed else left
+        right = right if gemm.right_transposed else right.transposed
+        return backend_of(left, right, device, self.emulation)
 
     def describe(self, device: torch.device | str) -> Backend:
         """The three GEMMs' backends as one: native only if all are, and the reason names them where they differ."""

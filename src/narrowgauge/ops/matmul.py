@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from narrowgauge.ops import kernels
-from narrowgauge.ops.backends import SCALED_MM, Backend
+from narrowgauge.ops.backends import Backend
+from narrowgauge.ops.cuda.product import Side, scaled_product
 from narrowgauge.recipes.spec import CastSpec
 
-ALIGNMENT = 16  # scaled_mm on CUDA: every dimension of FP8 operands is a multiple of 16 (cuBLASLt)
 # oneDNN multiplies a transposed bf16 left side up to 1.6 times slower than a plain one; from this many columns of the
 # right side on, that costs more than a copy does (measured with AMX, one thread)
 MIN_COLUMNS_TO_TRANSPOSE = 512
@@ -65,14 +64,23 @@ def multiply(
 
     bias: [columns], rounded to `out_dtype` before it is added in float32. The result overflows as IEEE 754 does.
     """
+    if backend.route is not None:
+        sides = _side(left, gemm.left_transposed), _side(right, not gemm.right_transposed)
+        return scaled_product(*sides, backend.route, out_dtype, bias)
+    assert backend.carrier is not None
     a = left.values.t() if gemm.left_transposed else left.values
     b = right.values.t() if gemm.right_transposed else right.values
-    if backend.name == SCALED_MM:
-        return cuda_gemm(a, b, left.dequant_scale, right.dequant_scale, out_dtype, bias)
-    assert backend.carrier is not None
     result = out_dtype if backend.result is None else backend.result
     y = emulated_gemm(a, b, left.dequant_scale, right.dequant_scale, result, bias, backend.carrier)
     return y.to(out_dtype)
+
+
+def _side(factor: Factor, is_transposed: bool) -> Side:
+    """The operand as [outer dimension, dimension that is summed over]."""
+    codes, scale, spec = factor.values, factor.block_scale, factor.spec
+    if is_transposed:
+        codes, scale, spec = codes.t(), None if scale is None else scale.t(), spec.transposed
+    return Side(codes, spec.format, spec.granularity, scale, factor.dequant_scale)
 
 
 def emulated_gemm(
@@ -104,67 +112,11 @@ def emulated_gemm(
     return wide.to(out_dtype)
 
 
-def cuda_gemm(
-    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    """(a @ b) * scale_a * scale_b + bias for FP8 codes on CUDA: a [M, K], b [K, N], any strides and sizes.
-
-    The hardware wants a row-major, b column-major, and multiples of 16: other layouts are copied, other sizes padded
-    with zero codes, which add exactly 0, and the result is trimmed.
-    """
-    (m, k), n = a.shape, b.shape[1]
-    if 0 in (m, k, n):
-        empty = torch.zeros(m, n, dtype=out_dtype, device=a.device)
-        return empty if bias is None else empty + bias.to(out_dtype)
-    fused = bias is not None and out_dtype in (torch.bfloat16, torch.float16)  # cuBLASLt adds no bias to float32
-    y = _scaled_mm(
-        _row_major(a),
-        _row_major(b.t()).t(),
-        _scale_or_one(scale_a, a.device),
-        _scale_or_one(scale_b, a.device),
-        F.pad(bias.to(out_dtype), (0, -n % ALIGNMENT)) if fused and bias is not None else None,
-        out_dtype,
-    )
-    y = y.narrow(0, 0, m).narrow(1, 0, n)
-    if bias is not None and not fused:
-        y = y + bias.to(out_dtype)
-    return _contiguous(y)
-
-
-def _scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """The one call into the FP8 hardware. Without fast accumulation, which keeps fewer bits of the sum than float32."""
-    per_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(
-        a, b, scale_a, per_tensor, scale_b, per_tensor, bias=bias, output_dtype=out_dtype, use_fast_accum=False
-    )
-
-
-def _row_major(codes: Tensor) -> Tensor:
-    """`codes` with contiguous rows, both dimensions padded with zero codes to multiples of 16."""
-    rows, columns = codes.shape
-    pad = (0, -columns % ALIGNMENT, 0, -rows % ALIGNMENT)
-    if not any(pad):
-        return _contiguous(codes)
-    # padded as bytes: float8 tensors have no constant_pad, and byte 0 is code 0 is 0.0
-    return F.pad(codes.view(torch.uint8), pad).view(codes.dtype)
-
-
 def _outside_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """The carrier is chosen: an autocast region around the call must not recast it."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # the meta device has no autocast
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    # unlike Tensor.contiguous, clone works on fake CUDA tensors where torch is built without CUDA
-    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-
-
-def _scale_or_one(scale: Tensor | None, device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
 
 
 def _product_scale(scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_hardware import Hardware
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,9 +15,8 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import rounding, scaling
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, TF32, Format
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, NONE, Delayed
-from narrowgauge.ops import backends, matmul
+from narrowgauge.ops import backends
 from narrowgauge.ops import casts as casts_module
-from narrowgauge.ops.backends import SCALED_MM, Backend
 from narrowgauge.ops.linear import DelayedSlots, LinearCasts, linear
 from narrowgauge.recipes.spec import CastSpec, Emulation
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
@@ -392,15 +392,12 @@ def test_a_single_vector_is_a_row():
 def test_the_scaled_mm_path_gives_what_the_emulated_one_gives(monkeypatch, shape, out_features):
     problem = Problem(shape=shape, out_features=out_features)
     emulated, reference = problem.run(EXACT), problem.reference()
-    hardware = Backend(SCALED_MM, True, "scaled_mm", None)
-    monkeypatch.setattr(casts_module, "backend_of", lambda *arguments: hardware)
-    seen = []
-    real = matmul._scaled_mm
-    monkeypatch.setattr(
-        matmul, "_scaled_mm", lambda a, b, *rest: seen.append((*a.shape, b.shape[1])) or real(a, b, *rest)
-    )
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(casts_module, "backend_of", lambda *given: backends.backend_of(*given[:2], cuda, given[3]))
+    hardware = Hardware(real=F.scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", hardware)
     found = problem.run(dataclasses.replace(EXACT))  # a layer decides once, and EXACT has
-    assert len(seen) == 3 and all(size % 16 == 0 for sizes in seen for size in sizes)
+    assert len(hardware.seen) == 3
     for name, value in found.items():
         assert value.shape == reference[name].shape
         torch.testing.assert_close(value, emulated[name], rtol=1e-5, atol=1e-6)  # float32 sums in another order

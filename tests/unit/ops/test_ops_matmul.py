@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_hardware import Hardware
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, Format
-from narrowgauge.ops import matmul
-from narrowgauge.ops.backends import SCALED_MM, Backend, backend_of
-from narrowgauge.ops.matmul import GEMMS, GRAD_WEIGHT, OUTPUT, Factor, Gemm, cuda_gemm, emulated_gemm, multiply
+from narrowgauge.ops.backends import Backend, backend_of
+from narrowgauge.ops.matmul import GEMMS, GRAD_WEIGHT, OUTPUT, Factor, Gemm, emulated_gemm, multiply
+from narrowgauge.recipes.spec import CastSpec
 
 FORMATS = {"input": E4M3FN, "weight": E4M3FN, "grad_output": E5M2}
 SIZES = [(16, 32, 48), (7, 17, 31), (1, 16, 16), (15, 64, 101), (0, 16, 32), (3, 0, 5)]
-CUDA_BACKEND = Backend(SCALED_MM, True, "scaled_mm", None)
 
 
 def emulated(carrier: torch.dtype) -> Backend:
     return Backend("emulated", False, "", carrier)
 
 
-def backend_for(dtype: torch.dtype | None) -> Backend:
-    return CUDA_BACKEND if dtype is None else emulated(dtype)
+def backend_for(dtype: torch.dtype | None, gemm: Gemm) -> Backend:
+    left, right = FORMATS[gemm.left], FORMATS[gemm.right]
+    return backend_of(left, right, torch.device("cuda")) if dtype is None else emulated(dtype)
 
 
 def codes(rows: int, columns: int, fmt: Format, seed: int, device: str) -> Tensor:
@@ -40,7 +42,7 @@ def factors(m: int, k: int, n: int, dtype: torch.dtype | None, device: str = "cp
     for seed, (role, shape) in enumerate(shapes.items()):
         values = codes(*shape, FORMATS[role], seed, device)
         scale = torch.full((), 0.3 + seed, device=device)
-        made[role] = Factor(values if dtype is None else values.to(dtype), scale, FORMATS[role])
+        made[role] = Factor(values if dtype is None else values.to(dtype), scale, CastSpec(FORMATS[role]))
     return made
 
 
@@ -57,24 +59,11 @@ def reference(gemm: Gemm, operands: dict[str, Factor]) -> Tensor:
     return a @ b * (left.dequant_scale * right.dequant_scale).double()
 
 
-def hardware_spy(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Replace the FP8 entry by one that takes what the hardware takes and nothing else. Returns the sizes it saw."""
-    seen: list[tuple[int, int, int]] = []
-    real = matmul._scaled_mm
-
-    def spy(a, b, scale_a, scale_b, bias, out_dtype):
-        (m, k), n = a.shape, b.shape[1]
-        assert m % 16 == k % 16 == n % 16 == 0 and 0 not in (m, k, n)
-        assert a.stride() == (k, 1), "the left side must be row-major"
-        assert b.stride() == (1, k), "the right side must be column-major"
-        assert scale_a.dtype is scale_b.dtype is torch.float32
-        assert bias is None or (bias.shape == (n,) and bias.dtype is out_dtype is not torch.float32)
-        assert (a.dtype, b.dtype) != (torch.float8_e5m2, torch.float8_e5m2)
-        seen.append((m, k, n))
-        return real(a, b, scale_a, scale_b, bias, out_dtype)
-
-    monkeypatch.setattr(matmul, "_scaled_mm", spy)
-    return seen
+def hardware_spy(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Let only what CUDA takes through to torch's scaled_mm. Returns what it was called with."""
+    hardware = Hardware(real=F.scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", hardware)
+    return hardware.seen
 
 
 # case 49
@@ -85,7 +74,7 @@ def test_the_hardware_sees_multiples_of_16_in_its_layouts_and_padding_adds_nothi
     operands, carried = factors(*sizes, dtype=None), factors(*sizes, dtype=torch.float32)
     bias = torch.linspace(-2, 2, shape_of(gemm, *sizes)[1])
     for out_dtype in (torch.bfloat16, torch.float32):
-        y = multiply(gemm, operands[gemm.left], operands[gemm.right], CUDA_BACKEND, out_dtype, bias)
+        y = multiply(gemm, operands[gemm.left], operands[gemm.right], backend_for(None, gemm), out_dtype, bias)
         expected = multiply(gemm, carried[gemm.left], carried[gemm.right], emulated(torch.float32), out_dtype, bias)
         assert y.shape == shape_of(gemm, *sizes) and y.dtype is out_dtype and y.is_contiguous()
         # the two may sum in another order: a rounding of bf16, or float32's over at most 101 terms of up to 5e5
@@ -105,7 +94,7 @@ def test_fake_cuda_gemms_have_the_right_shapes_and_dtypes(monkeypatch, gemm, siz
         some_bias = torch.empty(shape_of(gemm, *sizes)[1], device="cuda")
         for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
             for bias in (None, some_bias):
-                y = multiply(gemm, operands[gemm.left], operands[gemm.right], backend_for(dtype), out_dtype, bias)
+                y = multiply(gemm, operands[gemm.left], operands[gemm.right], backend_for(dtype, gemm), out_dtype, bias)
                 assert y.shape == shape_of(gemm, *sizes)
                 assert (y.dtype, y.device.type) == (out_dtype, "cuda")
     assert len(seen) == (6 if dtype is None and 0 not in sizes else 0)
@@ -148,7 +137,8 @@ def test_a_bias_is_rounded_to_the_output_dtype_before_it_is_added():
     bias = torch.tensor([1 + 2**-9])  # bf16 rounds it to 1
     assert emulated_gemm(a, b, None, None, torch.bfloat16, bias, torch.float32).item() == 2.0
     assert emulated_gemm(a, b, None, None, torch.float32, bias, torch.float32).item() == 2 + 2**-9
-    assert cuda_gemm(a.to(E4M3FN.dtype), b.to(E4M3FN.dtype), None, None, torch.float32, bias).item() == 2 + 2**-9
+    one = Factor(a.to(E4M3FN.dtype), None, CastSpec(E4M3FN))
+    assert multiply(OUTPUT, one, one, backend_for(None, OUTPUT), torch.float32, bias).item() == 2 + 2**-9
 
 
 def test_fp16_products_overflow_as_ieee_does():
@@ -166,12 +156,14 @@ def test_an_autocast_region_around_it_does_not_recast_the_operands():
 # case 53
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32], ids=str)
 def test_uninitialised_memory_is_never_read(dtype):
-    operands, backend, bias = factors(130, 70, 33, dtype=dtype), backend_for(dtype), torch.ones(33)
+    operands, bias = factors(130, 70, 33, dtype=dtype), torch.ones(33)
 
     def products() -> list[Tensor]:
         return [
-            multiply(OUTPUT, operands["input"], operands["weight"], backend, torch.bfloat16, bias),
-            multiply(GRAD_WEIGHT, operands["grad_output"], operands["input"], backend, torch.float32),
+            multiply(OUTPUT, operands["input"], operands["weight"], backend_for(dtype, OUTPUT), torch.bfloat16, bias),
+            multiply(
+                GRAD_WEIGHT, operands["grad_output"], operands["input"], backend_for(dtype, GRAD_WEIGHT), torch.float32
+            ),
         ]
 
     clean = products()
@@ -200,6 +192,6 @@ def test_a_transposed_left_side_gives_what_its_copy_gives(rows):
 
 def test_a_wide_product_is_rounded_as_its_hardware_would_before_the_callers_dtype():
     backend = backend_of(BF16, BF16, torch.device("cpu"))
-    a = Factor(torch.tensor([[1.0, 2**-9]], dtype=backend.carrier), None, BF16)
-    b = Factor(torch.ones(1, 2, dtype=backend.carrier), None, BF16)
+    a = Factor(torch.tensor([[1.0, 2**-9]], dtype=backend.carrier), None, CastSpec(BF16))
+    b = Factor(torch.ones(1, 2, dtype=backend.carrier), None, CastSpec(BF16))
     assert multiply(OUTPUT, a, b, backend, torch.float32).item() == 1.0
