@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -185,6 +185,11 @@ class QuantizedTensor(Tensor):
     def tolist(self) -> Any:
         """The values as nested lists."""
         return self.detach().dequantize().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> NoReturn:
+        raise NarrowgaugeError(
+            "a QuantizedTensor's memory holds codes, not the values that DLPack would share: pass .dequantize() on"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:

@@ -46,3 +46,21 @@ def values(q: torch.Tensor) -> torch.Tensor:
     """What the codes stand for, as a plain tensor without gradient."""
     assert isinstance(q, QuantizedTensor)
     return q.detach().dequantize()
+
+
+def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal values of that shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scale_bits(q: QuantizedTensor) -> list[int]:
+    """The bytes of the scales in logical order."""
+    return q.dequant_scale.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Equal in every bit of codes, scales and amax."""
+    assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and a.spec == b.spec
+    assert a.codes.contiguous().view(torch.uint8).tolist() == b.codes.contiguous().view(torch.uint8).tolist()
+    assert scale_bits(a) == scale_bits(b) and a.dequant_scale.shape == b.dequant_scale.shape
+    assert torch.equal(a.amax.view(torch.int32), b.amax.view(torch.int32))
