@@ -6,9 +6,12 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.cli.arguments import Parser
+
+if TYPE_CHECKING:
+    from narrowgauge.recipes.spec import CastSpec
 
 PACKAGES = (
     "narrowgauge", "torch", "numpy", "numba", "safetensors", "tokenizers",
@@ -23,7 +26,7 @@ FEATURES = ("amx", "avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnn
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print versions, devices, and for every pair of formats that a GEMM multiplies: native or emulated, and why."""
+    """Print versions, devices, and for every pair of operands that a recipe multiplies: native or emulated, and why."""
     parser = Parser(
         "doctor",
         "What this machine does natively, what it emulates, and why.\n"
@@ -41,8 +44,9 @@ def doctor(argv: Sequence[str]) -> int:
         return 0
     print_table("machine", ["", ""], list(report["machine"].items()))
     print_table("packages", ["", ""], list(report["packages"].items()))
-    columns = ["device", "operands", "runs", "why"]
-    print_table("products of linear layers", columns, [[row[c] for c in columns] for row in report["products"]])
+    columns = ["device", "operands", "recipes", "runs", "why"]
+    rows = [row | {"recipes": ", ".join(row["recipes"])} for row in report["products"]]
+    print_table("products of linear layers", columns, [[row[c] for c in columns] for row in rows])
     return 0
 
 
@@ -87,25 +91,39 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _products() -> list[dict[str, str]]:
+def _products() -> list[dict[str, Any]]:
+    """A row for every device and pair of operands that a named recipe multiplies there."""
     import torch
 
-    from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, TF32
-    from narrowgauge.ops.backends import backend_of
+    from narrowgauge.ops.casts import LinearCasts
+    from narrowgauge.ops.matmul import GEMMS
+    from narrowgauge.recipes.library import recipe, recipe_names
 
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    pairs = ((FP32, FP32), (TF32, TF32), (BF16, BF16), (FP16, FP16), (E4M3FN, E4M3FN), (E5M2, E4M3FN))
-    rows = []
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for device in devices:
-        for left, right in pairs:
-            backend = backend_of(left, right, device)
-            rows.append(
-                {
+        for name in recipe_names():
+            casts = LinearCasts.of(recipe(name).resolve(device), quantized=True)
+            for gemm in GEMMS:
+                backend = casts.backend(gemm, device)
+                row = {
                     "device": str(device),
-                    "operands": left.name if left == right else f"{left.name} x {right.name}",
+                    "operands": " x ".join(dict.fromkeys(_operand(spec) for spec in casts.along_the_sum(gemm))),
+                    "recipes": [],
                     "runs": "native" if backend.native else "emulated",
                     "why": backend.reason,
                 }
-            )
-    return rows
+                found = rows.setdefault((row["device"], row["operands"], row["why"]), row)["recipes"]
+                if name not in found:
+                    found.append(name)
+    return list(rows.values())
+
+
+def _operand(spec: CastSpec) -> str:
+    """Format, tile and kind of scale, as short as they are unmistakable: E4M3FN 1x32 E8M0."""
+    from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4
+
+    tile = "" if not spec.in_blocks else f" {spec.granularity}".removesuffix(" blocks")
+    scale = " E8M0" if spec.scale in E8M0_RULES else " NVFP4" if spec.scale is NVFP4 else ""
+    return f"{spec.format}{tile}{scale}"

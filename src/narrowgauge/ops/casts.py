@@ -140,12 +140,13 @@ class LinearCasts:
             known[key] = self._backend_of(gemm, device)
         return known[key]
 
-    def _backend_of(self, gemm: Gemm, device: torch.device) -> Backend:
+    def along_the_sum(self, gemm: Gemm) -> tuple[CastSpec, CastSpec]:
+        """The casts of both operands as matrices [outer dimension, dimension that is summed over]."""
         left, right = self.spec(gemm, gemm.left), self.spec(gemm, gemm.right)
-        # as the matrices [outer dimension, dimension that is summed over]
-        left = left.transposed if gemm.left_transposed else left
-        right = right if gemm.right_transposed else right.transposed
-        return backend_of(left, right, device, self.emulation)
+        return left.transposed if gemm.left_transposed else left, right if gemm.right_transposed else right.transposed
+
+    def _backend_of(self, gemm: Gemm, device: torch.device) -> Backend:
+        return backend_of(*self.along_the_sum(gemm), device, self.emulation)
 
     def describe(self, device: torch.device | str) -> Backend:
         """The three GEMMs' backends as one: native only if all are, and the reason names them where they differ."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
+
+import torch
 
 from narrowgauge.cli.console import print_json, print_table
 from narrowgauge.cli.main import main
 from narrowgauge.numerics.formats import E4M3FN, E5M2, FP16, FP32, TF32
+from narrowgauge.ops import backends
+from narrowgauge.ops.cuda.routes import Machine
 from narrowgauge.recipes.library import recipe_names
 
 
@@ -39,6 +44,24 @@ def test_the_doctor_says_native_or_emulated_and_why_for_every_format(capsys):
     assert all(row["why"] for row in report["products"])
     assert report["machine"]["torch threads"] >= 1
     assert report["packages"]["torch"]
+
+
+def test_the_doctor_has_every_recipe_on_every_device(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gpu = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(backends, "machine_of", lambda device: Machine((9, 0), (12, 9)))
+    assert main(["doctor", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["products"]
+    for device in ("cpu", "cuda:0"):
+        assert {name for row in rows if row["device"] == device for name in row["recipes"]} == set(recipe_names())
+    runs = {row["operands"]: (row["runs"], row["recipes"]) for row in rows if row["device"] == "cuda:0"}
+    assert runs["E4M3FN 1x128 x E4M3FN 128x128"] == ("native", ["fp8_block"])
+    assert runs["E5M2 x E4M3FN"] == ("native", ["fp8_current", "fp8_delayed"])
+    assert runs["E4M3FN 1x32 E8M0"] == ("emulated", ["mxfp8"])
+    assert runs["E2M1FN 1x16 NVFP4 x E2M1FN 16x16 NVFP4"] == ("emulated", ["nvfp4"])
+    assert main(["doctor"]) == 0
+    assert "fp8_current, fp8_delayed" in capsys.readouterr().out
 
 
 def test_a_table_in_a_pipe_is_not_cut_and_has_no_trailing_blanks(capsys):
