@@ -6,6 +6,7 @@ A key is a path into the dataclasses of `train.config`: `--optimizer.lr 1e-3`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import yaml
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.parse import read_yaml
+from narrowgauge.train.sections import SwitchConfig
 
 _DESCRIPTION = """
 Train a language model. Without options: a small GPT in FP8 on text that every Python carries, in a few minutes on two
@@ -147,12 +149,23 @@ def _explain(error: Exception, keys: Iterable[str]) -> str:
         if expected:
             found = re.split(r"(?:Got|Given) value: ?", reason)[-1]
             return f"{key}={found}: expected {expected.replace('NoneType', 'null')}: change {key}"
+        if key == "switches":
+            return _explain_switches(reason)
         return f"{key}: expected keys and values or a file of them, found: {reason.partition(' - Parser key')[0]}"
     if re.search("not accept|not expected", message):  # Group 'model' does not accept option 'widht'
         return _unknown(".".join(re.findall(r"'([^']+)'", message)), keys)
     message = re.sub("^Problems parsing config:", "expected YAML, found:", message)
     message = re.sub("^Unexpected config:", "expected keys and values, found:", message)
     return f"{message} (see `narrowgauge train --help`)"
+
+
+def _explain_switches(reason: str) -> str:
+    keys = [f"switches.{field.name}" for field in dataclasses.fields(SwitchConfig)]
+    if odd := re.search(r"Option '([\w.]+)' is not accepted", reason):
+        return _unknown(f"switches.{odd[1]}", keys)
+    if missing := re.search(r"arguments are required: (.*)", reason):
+        return f"switches: expected {missing[1]} in every item, found none in one: add it"
+    return f"switches: expected [{{after_step: STEP, recipe: NAME}}, ...], found: {reason}"
 
 
 def _unknown(name: str, keys: Iterable[str]) -> str:

@@ -67,6 +67,8 @@ class Reporter(AbstractContextManager["Reporter"]):
             f"model    {event.config.model.preset}, {event.parameters:,} parameters, "
             f"recipe {event.config.recipe} on {event.device}"
         )
+        for switch in event.config.switches:
+            self.say(f"         recipe {switch.recipe} after step {switch.after_step}")
         self.say(
             f"data     {event.config.data.corpus}, {event.train_tokens:,} tokens, {event.tokens_per_step:,} a step"
         )
@@ -94,6 +96,11 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._live.update(self._task, completed=event.step, description=description, facts=escape(facts))
         elif event.step % self.log_every == 0 or event.step in (1, event.steps):
             self.say(f"step {event.step}/{event.steps}  {facts}")
+
+    def recipe_changed(self, event: events.RecipeChanged) -> None:
+        """Say by which recipe the run goes on, and how many layers are in what state then."""
+        counts = ", ".join(f"{count} {status}" for status, count in event.report.counts().items() if count)
+        self.say(f"step {event.step}  recipe {event.before} -> {event.after}: layers {counts}", "bold")
 
     def skipped(self, event: events.Skipped) -> None:
         """Say which gradient was bad, and how near the limit of skips is."""
@@ -211,6 +218,7 @@ _RENDERERS: dict[type, Callable] = {
     events.Preparing: Reporter.preparing,
     events.RunStarted: Reporter.started,
     events.StepDone: Reporter.stepped,
+    events.RecipeChanged: Reporter.recipe_changed,
     events.Skipped: Reporter.skipped,
     events.Evaluated: Reporter.evaluated,
     events.CheckpointSaved: Reporter.saved,

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.formats import FP16, FP32
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import Recipe
@@ -45,10 +46,16 @@ def autocast(recipe: str | Recipe, device: torch.device | str | None = None) -> 
 
     A converted linear layer returns that dtype inside. device: where the model is; left out, CUDA where there is one,
     else the CPU. With compute FP32 the region turns an outer autocast off; a recipe's `tf32` concerns converted layers,
-    and other products follow torch's own setting. Raises RecipeError for an unknown recipe.
+    and other products follow torch's own setting. Raises RecipeError for an unknown recipe, and for a schedule that
+    changes the compute dtype.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = library.recipe(recipe).resolve(device)
+    if len({each.compute for _, each in resolved.phases}) > 1:
+        raise RecipeError(
+            f"recipe '{resolved.name}' has a schedule that changes the compute dtype, and a region has one: use "
+            "autocast(recipe.at(steps)), or prepare(..., autocast=True), which follows the schedule"
+        )
     return (
         _emulated_region(resolved) if emulates_products(resolved, device.type) else torch_region(resolved, device.type)
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.recipe_layer import RecipeLayer
 
 
 class _Tally:
@@ -64,7 +64,7 @@ class Statistics:
 @contextmanager
 def collect(model: nn.Module) -> Iterator[Statistics]:
     """Count what the casts of quantized layers do during the forward and backward inside."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and m.quantized}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.quantized}
     counters = {name: LayerCounter() for name in layers}
     before = {name: layer.counter for name, layer in layers.items()}
     try:
@@ -73,4 +73,5 @@ def collect(model: nn.Module) -> Iterator[Statistics]:
         yield Statistics(counters)
     finally:
         for name, layer in layers.items():
-            layer.counter = before[name]
+            if isinstance(layer, RecipeLayer):  # a precision schedule may have made it torch's own again
+                layer.counter = before[name]

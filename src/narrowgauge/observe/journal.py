@@ -1,8 +1,8 @@
 """The journal of a run: `journal.jsonl`, one JSON object a line.
 
 The first line is the header (versions, recipe); after it come rows in order of `step`, each with a `kind`: "step",
-"evaluation", "warning" or "resumed". Numbers are written so that they read back as the same bits. A last line that a
-crash cut short is ignored on reading and removed on `cut`.
+"evaluation", "recipe", "warning" or "resumed". Numbers are written so that they read back as the same bits. A last line
+that a crash cut short is ignored on reading and removed on `cut`.
 """
 
 from __future__ import annotations

@@ -12,18 +12,21 @@ from torch import nn
 from narrowgauge.data.loader import BatchStream
 from narrowgauge.data.prepare import Dataset, prepare_data
 from narrowgauge.errors import CheckpointError
-from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.models.gpt import GPT
 from narrowgauge.optim.guard import StepGuard
 from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.preparation import prepare
+from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.sections import OptimizerConfig
 
 
 @dataclass
 class Parts:
-    """All that a run trains with. `state` and `load_state` hold what is neither in the model nor in the optimizer."""
+    """All that a run trains with. `state` and `load_state` hold what is neither in the model nor in the optimizer.
+
+    recipe: with its schedule, resolved.
+    """
 
     device: torch.device
     dataset: Dataset
@@ -31,7 +34,7 @@ class Parts:
     model: GPT
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
-    report: ConversionReport
+    recipe: Recipe
 
     def state(self) -> dict[str, Any]:
         """Loss scaler, position in the data and random states, as plain state for a checkpoint."""
@@ -81,7 +84,7 @@ def assemble(config: TrainConfig, on_progress: Callable[[str], None]) -> Parts:
         on_progress("compiling the model at its first step")
         model.compile()
     scaler = LossScaler(recipe, device.type, max_skips=max_skips)
-    return Parts(device, dataset, stream, model, prepared, scaler, report(model))
+    return Parts(device, dataset, stream, model, prepared, scaler, recipe)
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> GPT:

@@ -15,6 +15,7 @@ from torch import nn
 from narrowgauge import __version__
 from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.delayed import is_state_name
+from narrowgauge.optim.guard import STEPS, StepGuard
 from narrowgauge.train.folder import verify, whole_folder
 from narrowgauge.train.state import Flattener, restore
 
@@ -72,7 +73,8 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
 
     The model must be prepared as it was when saved, or by another recipe: parameters are cast to what it stores, and
     delayed scaling's state is left out where it keeps none, and fresh where the checkpoint has none. Optimizer states
-    come back in the dtype in which they were saved.
+    come back in the dtype in which they were saved. A recipe with a schedule goes on from the optimizer's count of
+    steps.
 
     Returns:
         the `extra` of `save`.
@@ -92,6 +94,10 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
         raise CheckpointError(f"{path} holds no optimizer state: load it with optimizer=None, or start a new optimizer")
     if optimizer is not None:
         _check_parameters(path, model, optimizer, state["optimizer"]["parameters"])
+        guard = StepGuard.on(optimizer)
+        if guard is not None and STEPS in state["optimizer"]["state"]:
+            # before the model's state, which is that of the recipe in force
+            guard.go_on_from(state["optimizer"]["state"][STEPS])
     _load_model(path, model, state["model"])
     if optimizer is not None:
         _load_optimizer(path, optimizer, state["optimizer"]["state"])

@@ -19,9 +19,18 @@ from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.parse import build, read_yaml
-from narrowgauge.train.sections import DataConfig, DivergenceConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from narrowgauge.train.sections import (
+    DataConfig,
+    DivergenceConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SwitchConfig,
+)
 
-__all__ = ["DataConfig", "DivergenceConfig", "ModelConfig", "OptimizerConfig", "ScheduleConfig", "TrainConfig"]
+__all__ = [
+    "DataConfig", "DivergenceConfig", "ModelConfig", "OptimizerConfig", "ScheduleConfig", "SwitchConfig", "TrainConfig",
+]  # fmt: skip
 
 
 @dataclass
@@ -36,6 +45,7 @@ class TrainConfig:
         divergence: when to give up.
         recipe: name of the precision recipe, see `narrowgauge chart`.
         recipe_fields: fields of the recipe to change, e.g. {tf32: true}.
+        switches: recipes to go on with, e.g. [{after_step: 180, recipe: bf16}]; each may have recipe_fields.
         batch_size: sequences a micro-batch.
         sequence_length: tokens a sequence; 0 takes the model's context.
         accumulation: micro-batches an optimizer step.
@@ -68,6 +78,7 @@ class TrainConfig:
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     recipe: str = "fp8_delayed"
     recipe_fields: dict[str, Any] = field(default_factory=dict)
+    switches: list[SwitchConfig] = field(default_factory=list)
     batch_size: int = 16
     sequence_length: int = 0
     accumulation: int = 1
@@ -110,6 +121,10 @@ class TrainConfig:
             self.name is None or _is_folder_name(self.name), "name", self.name, "one folder's name, without slashes"
         )
         self.torch_device()
+        for at, switch in enumerate(self.switches):
+            key = f"switches.{at}.after_step"
+            expected = f"a step between the first and the last, 1 to {self.steps - 1}"
+            _require(1 <= switch.after_step < self.steps, key, switch.after_step, expected)
         self.build_recipe()
         self.data.build()
         context = self.model.build(self.data.vocab_size).context
@@ -120,8 +135,11 @@ class TrainConfig:
             )
 
     def build_recipe(self) -> Recipe:
-        """The recipe with its changed fields. Raises RecipeError."""
-        return recipe(self.recipe, **self.recipe_fields)
+        """The recipe with its changed fields and its schedule. Raises RecipeError."""
+        built = recipe(self.recipe, **self.recipe_fields)
+        for switch in self.switches:
+            built = built.switch_at(switch.after_step, recipe(switch.recipe, **switch.recipe_fields))
+        return built
 
     def torch_device(self) -> torch.device:
         """The device to train on. Raises ConfigError where this machine lacks it."""

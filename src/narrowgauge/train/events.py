@@ -74,6 +74,15 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecipeChanged(Event):
+    """From the next step on the model runs by another recipe of its schedule; `report` says what its layers run in."""
+
+    before: str
+    after: str
+    report: ConversionReport
+
+
+@dataclass(frozen=True, kw_only=True)
 class Skipped(Event):
     """The step's gradient was not finite: nothing was changed. `parameter` is the first one with a bad gradient."""
 

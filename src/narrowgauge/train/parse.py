@@ -45,6 +45,10 @@ def build(kind: type[T], values: Any, where: str) -> T:
             known = [f"{where}.{name}" if where else name for name in hints]
             full = f"{where}.{key}" if where else str(key)
             raise ConfigError(f"unknown configuration key '{full}'{closest(full, known)}")
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        if needed and each.name not in values:
+            raise ConfigError(f"{where}: expected {each.name}, found only {', '.join(values) or 'nothing'}: add it")
     return kind(**{key: _convert(hints[key], value, f"{where}.{key}".lstrip(".")) for key, value in values.items()})
 
 
@@ -55,6 +59,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if value is None:
             return None
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    if get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{key}={value!r}: expected list, found {type(value).__name__}")
+        return [_convert(get_args(hint)[0], item, f"{key}.{at}") for at, item in enumerate(value)]
     if get_origin(hint) is dict:
         hint = dict
         odd = [name for name in value if not isinstance(name, str)] if isinstance(value, dict) else []

@@ -1,9 +1,10 @@
-"""The parts of a training configuration: model, data, optimizer, schedule, divergence."""
+"""The parts of a training configuration: model, data, optimizer, schedule, switches, divergence."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from narrowgauge.data import prepare
 from narrowgauge.data.corpus import DEFAULT_CORPUS
@@ -132,6 +133,21 @@ class ScheduleConfig:
 
     warmup_steps: int = 20
     final_fraction: float = 0.1
+
+
+@dataclass
+class SwitchConfig:
+    """Another recipe for the rest of the run, or until the next switch.
+
+    Args:
+        after_step: optimizer steps before it.
+        recipe: its name.
+        recipe_fields: fields of it to change.
+    """
+
+    after_step: int
+    recipe: str
+    recipe_fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from narrowgauge import __version__
-from narrowgauge.errors import CheckpointError
+from narrowgauge.errors import CheckpointError, RecipeError
+from narrowgauge.layers.report import report
 from narrowgauge.layers.statistics import collect
 from narrowgauge.observe import journal as journals
 from narrowgauge.observe.journal import Journal
 from narrowgauge.observe.ledger import Ledger, SavedActivations, ledger
 from narrowgauge.observe.shares import shares_by_role
-from narrowgauge.recipes.serialize import to_dict
+from narrowgauge.recipes.serialize import from_dict, to_dict
+from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train import events
 from narrowgauge.train.assemble import Parts
 from narrowgauge.train.checkpoint import load
@@ -55,7 +57,7 @@ class Session:
             contents = journals.cut(self.folder.journal, start or 0)
             self._take_in(contents)
             self._journal = Journal(self.folder.journal)
-            if contents.header.get("recipe") != self._header()["recipe"]:
+            if not _is_recipe(contents.header.get("recipe"), self.parts.recipe):
                 self._warn("the recipe is not the one that this run began with: from here on it is another run")
         if path is not None:
             extra = load(path, self.parts.model, self.parts.optimizer)
@@ -73,7 +75,7 @@ class Session:
                 parameters=self.parts.model.parameter_count(),
                 tokens_per_step=self.tokens_per_step,
                 train_tokens=len(self.parts.dataset.train.tokens),
-                report=self.parts.report,
+                report=report(self.parts.model),
                 device=str(self.parts.device),
                 resumed_from=path,
             )
@@ -141,6 +143,15 @@ class Session:
             )
         seconds = time.perf_counter() - begin_s
         self._record(result, lr, seconds, shares_by_role(statistics.read()) if statistics else None)
+        self._note_recipe()
+
+    def _note_recipe(self) -> None:
+        """Say so where the step that has just ended was the last by its recipe: the model has taken up the next."""
+        recipe = self.parts.recipe
+        if any(step == self.step for step, _ in recipe.schedule):
+            names = {"before": recipe.at(self.step - 1).name, "after": recipe.at(self.step).name}
+            self._write("recipe", **names)
+            self.emit(events.RecipeChanged(step=self.step, report=report(self.parts.model), **names))
 
     def _eager(self) -> AbstractContextManager[Any]:
         """A context in which a compiled model runs as it was written."""
@@ -267,13 +278,12 @@ class Session:
         self.emit(events.Warned(step=self.step, message=message))
 
     def _header(self) -> dict[str, Any]:
-        recipe = self.config.build_recipe().resolve(self.parts.device)
         return {
             "versions": _versions(),
             "device": str(self.parts.device),
             "threads": torch.get_num_threads(),
             "parameters": self.parts.model.parameter_count(),
-            "recipe": to_dict(recipe),
+            "recipe": to_dict(self.parts.recipe),
         }
 
     def _take_in(self, contents: journals.Contents) -> None:
@@ -289,6 +299,14 @@ class Session:
                 f"{self.folder.journal}: expected rows as training writes them, found {error!r}: restore the file, or "
                 "remove it, and the run goes on with a new one"
             ) from error
+
+
+def _is_recipe(written: Any, recipe: Recipe) -> bool:
+    """True where a journal's header holds `recipe`, perhaps as an earlier version wrote it."""
+    try:
+        return from_dict(written) == recipe
+    except RecipeError:
+        return False
 
 
 def _versions() -> dict[str, str]:

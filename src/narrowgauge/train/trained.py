@@ -56,7 +56,7 @@ class Trained:
         tokenizer = Tokenizer.load(folder.tokenizer)
         target = config.torch_device()
         model = build_model(config, tokenizer.vocab_size).to(target)
-        prepare(model, None, config.build_recipe().resolve(target))
+        prepare(model, None, config.build_recipe().resolve(target).at(step))
         load(folder.checkpoint(step), model)
         return cls(folder, config, step, model.eval(), tokenizer, target)
 

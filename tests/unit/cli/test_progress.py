@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from narrowgauge.cli.progress import Reporter, closing_rows, duration, trouble
 from narrowgauge.layers.report import ConversionReport, Row
 from narrowgauge.train import events
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config import SwitchConfig, TrainConfig
 
 RUN = Path("runs/one")
 
@@ -51,6 +52,16 @@ def rendered(*emitted: events.Event, terminal: bool = False, log_every: int = 10
             reporter(event)
     file.flush()
     return raw.getvalue().decode(encoding)
+
+
+def test_a_change_of_recipe_is_said_before_and_when_it_comes():
+    start = the_start()
+    config = dataclasses.replace(start.config, switches=[SwitchConfig(9, "bf16")])
+    changed = events.RecipeChanged(step=9, before="fp8_delayed", after="bf16", report=start.report)
+    lines = rendered(dataclasses.replace(start, config=config), a_step(9), changed).splitlines()
+    assert "         recipe bf16 after step 9" in lines
+    assert lines[-1] == "step 9  recipe fp8_delayed -> bf16: layers 1 converted, 1 kept"
+    assert not any("after step" in line for line in rendered(start).splitlines())
 
 
 def test_lines_come_at_the_first_every_tenth_and_the_last_step():

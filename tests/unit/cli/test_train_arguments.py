@@ -11,7 +11,7 @@ import pytest
 
 from narrowgauge.cli.config import parse_arguments
 from narrowgauge.errors import ConfigError
-from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.config import SwitchConfig, TrainConfig
 
 
 def test_nothing_given_is_the_default_configuration() -> None:
@@ -48,6 +48,12 @@ def test_a_written_configuration_is_read_back(tmp_path) -> None:
         (["--recipe_fields.tf32", "true", "--recipe_fields.margin", "2"], "recipe_fields", {"tf32": True, "margin": 2}),
         (["--recipe_fields", "{tf32: true}", "--recipe_fields", "{margin: 2}"], "recipe_fields", {"margin": 2}),
         (["--recipe_fields.exclude", "*.down"], "recipe_fields", {"exclude": "*.down"}),
+        (["--switches", "[{after_step: 9, recipe: bf16}]"], "switches", [SwitchConfig(9, "bf16")]),
+        (
+            ["--switches", "[{after_step: 9, recipe: bf16, recipe_fields: {tf32: true}}]", "--switches", "[]"],
+            "switches",
+            [],
+        ),
     ],
 )
 def test_values_are_read_as_their_key_wants_them(words: list[str], key: str, value: Any) -> None:
@@ -80,6 +86,11 @@ def test_files_and_keys_win_in_the_order_given(tmp_path) -> None:
         (["--compile", "1"], "compile=1: expected bool"),
         (["--model.layers", "x"], "model.layers=x: expected .*int"),
         (["--recipe_fields", "x"], "recipe_fields=x: expected dict"),
+        (["--switches", "bf16"], "switches=bf16: expected list"),
+        (["--switches", "[bf16]"], r"switches: expected \[{after_step: STEP, recipe: NAME}, ...\], found: .*bf16"),
+        (["--switches", "[{after_step: 3}]"], "switches: expected recipe in every item, found none in one: add it"),
+        (["--switches", "[{after: 3, recipe: bf16}]"], "'switches.after'; did you mean 'switches.after_step'"),
+        (["--switches", "[{after_step: x, recipe: bf16}]"], "switches=x: expected int"),
         (["steps"], "expected --KEY VALUE, found 'steps'"),
         (["-x", "1"], "expected --KEY VALUE, found '-x'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: expected .* a file of them, found: File does not exist"),
@@ -117,7 +128,13 @@ def test_help_describes_every_key(capsys) -> None:
         parse_arguments(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for words in ("--optimizer.lr LR peak learning rate. (type: float, default: 0.002)", "--config FILE", "examples:"):
+    for words in (
+        "--optimizer.lr LR peak learning rate. (type: float, default: 0.002)",
+        "--switches [ITEM,...]",
+        "recipes to go on with, e.g. [{after_step: 180, recipe: bf16}]",
+        "--config FILE",
+        "examples:",
+    ):
         assert words in shown
 
 

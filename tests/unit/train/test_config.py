@@ -10,7 +10,8 @@ import pytest
 from narrowgauge.data import prepare
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 from narrowgauge.models.config import GPTConfig
-from narrowgauge.train.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from narrowgauge.recipes.library import recipe
+from narrowgauge.train.config import DataConfig, ModelConfig, ScheduleConfig, SwitchConfig, TrainConfig
 
 
 def test_yaml_round_trip_keeps_every_value() -> None:
@@ -19,6 +20,7 @@ def test_yaml_round_trip_keeps_every_value() -> None:
         schedule=ScheduleConfig(warmup_steps=3),
         recipe="fp8_delayed",
         recipe_fields={"tf32": True, "exclude": ["*.down"], "amax_history_len": 16},
+        switches=[SwitchConfig(5, "bf16"), SwitchConfig(3, "fp8_current", {"fp8_format": "E4M3"})],
         name="x: y",
         clip=0.25,
     )
@@ -33,6 +35,19 @@ def test_the_default_configuration_holds_together() -> None:
 def test_numbers_are_read_as_people_write_them() -> None:
     config = TrainConfig.from_yaml("optimizer: {lr: 1e-3, eps: 1}\nclip: 1")
     assert config.optimizer.lr == 1e-3 and isinstance(config.optimizer.eps, float) and config.clip == 1.0
+
+
+def test_switches_are_the_schedule_of_the_recipe() -> None:
+    text = "recipe: fp8_current\nswitches:\n- {after_step: 5, recipe: bf16}\n- {after_step: 3, recipe: fp8_delayed"
+    config = TrainConfig.from_yaml(text + ", recipe_fields: {margin: 1}}\n")
+    config.check()
+    built = config.build_recipe()
+    assert built.phases == (
+        (0, recipe("fp8_current")),
+        (3, recipe("fp8_delayed", margin=1)),
+        (5, recipe("bf16")),
+    )
+    assert TrainConfig().build_recipe().schedule == ()
 
 
 def test_model_and_data_sections_have_the_fields_of_what_they_build() -> None:
@@ -55,6 +70,14 @@ def test_model_and_data_sections_have_the_fields_of_what_they_build() -> None:
         ({"clip": "x"}, "clip='x': expected float"),
         ({"model": 3}, "model: expected keys and values"),
         ({"recipe_fields": []}, r"recipe_fields=\[\]: expected dict"),
+        ({"switches": {"after_step": 1, "recipe": "bf16"}}, "switches=.*: expected list, found dict"),
+        ({"switches": ["bf16"]}, "switches.0: expected keys and values, found 'bf16'"),
+        ({"switches": [{"after_step": 1}]}, "switches.0: expected recipe, found only after_step: add it"),
+        (
+            {"switches": [{"after_step": 1, "recipes": "bf16"}]},
+            "did you mean 'switches.0.recipe'",
+        ),
+        ({"switches": [{"after_step": "1e", "recipe": "bf16"}]}, "switches.0.after_step='1e': expected int, found str"),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_named(values: dict[str, Any], words: str) -> None:
@@ -86,6 +109,15 @@ def test_what_is_no_configuration_is_refused(text: str) -> None:
         ({"model": {"heads": 3}}, "multiple of heads=3"),
         ({"recipe": "fp8_delaid"}, "unknown recipe 'fp8_delaid'; did you mean 'fp8_delayed'"),
         ({"recipe_fields": {"margn": 1}}, "margn"),
+        (
+            {"switches": [{"after_step": 0, "recipe": "bf16"}]},
+            "switches.0.after_step=0: expected a step .* 199",
+        ),
+        ({"switches": [{"after_step": 200, "recipe": "bf16"}]}, "switches.0.after_step=200: expected a step between"),
+        ({"switches": [{"after_step": 2, "recipe": "bf61"}]}, "unknown recipe 'bf61'; did you mean 'bf16'"),
+        ({"switches": [{"after_step": 2, "recipe": "bf16", "recipe_fields": {"x": 1}}]}, "unknown recipe field 'x'"),
+        ({"switches": [{"after_step": 2, "recipe": "bf16"}] * 2}, "one recipe after step 2, found two"),
+        ({"switches": [{"after_step": 2, "recipe": "fp16_pure"}]}, "'fp16_pure' after step 2 of 'fp8_delayed': param="),
         ({"data": {"validation_fraction": 1.0}}, "validation_fraction"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"name": "a/b"}, "name='a/b'"),
