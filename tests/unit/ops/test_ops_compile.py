@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import narrowgauge as ng
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, TF32
 from narrowgauge.numerics.scaling import Delayed
 from narrowgauge.ops import backends
@@ -24,6 +25,12 @@ CASTS = {
         CastSpec(E4M3FN, scale=LATE), CastSpec(E4M3FN, scale=LATE), CastSpec(E5M2, scale=LATE), BF16
     ),
     "override": LinearCasts(FP8.input, FP8.weight, FP8.grad_output, BF16, in_compute=(True, False, True)),
+    "smooth": LinearCasts(FP8.input, FP8.weight, FP8.grad_output, BF16, smooth=True),
+    **{
+        name: LinearCasts.of(ng.recipe(name, compute="bf16"), quantized=True)
+        for name in ng.recipe_names()
+        if ng.recipe(name).quantizes_gemms and name not in ("fp8_current", "fp8_delayed")
+    },
     **{f.name: LinearCasts(CastSpec(f), CastSpec(f), CastSpec(f), f) for f in (BF16, FP16, TF32, FP32)},
 }
 
@@ -51,6 +58,7 @@ class Layer(nn.Module):
 
 def train(layer: Layer, forward, steps: int = 2) -> list[Tensor]:
     results: list[Tensor] = []
+    torch.manual_seed(0)  # of stochastic rounding
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(24, 48, generator=generator).requires_grad_()
