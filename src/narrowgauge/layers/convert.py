@@ -11,8 +11,9 @@ from torch import nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.layers import fused, sharing
-from narrowgauge.layers.kinds import NORMS, Kind, kind_of
-from narrowgauge.layers.linear import OWN_ATTRIBUTES, Linear
+from narrowgauge.layers.kinds import LINEARS, NORMS, Kind, kind_of
+from narrowgauge.layers.linear import Linear
+from narrowgauge.layers.recipe_layer import OWN_ATTRIBUTES, RecipeLayer
 from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.numerics.formats import FP32
 from narrowgauge.recipes import library
@@ -24,9 +25,9 @@ def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
     """Make the linear layers and norms of `model` run by `recipe`, in place.
 
     Parameters, buffers, hooks, ties and `requires_grad` are not touched; a module that is registered twice is converted
-    once. Only nn.Linear, nn.LayerNorm and nn.RMSNorm themselves are swapped: subclasses, parametrized layers and layers
-    whose weight a hook computes are skipped and reported. Converting again by the same recipe changes nothing; by
-    another one, the layers take it up and forget the scaling state of the first.
+    once. Only nn.Linear, ops.experts.GroupedLinear, nn.LayerNorm and nn.RMSNorm themselves are swapped: subclasses,
+    parametrized layers and layers whose weight a hook computes are skipped and reported. Converting again by the same
+    recipe changes nothing; by another one, the layers take it up and forget the scaling state of the first.
 
     Returns what every layer runs in, and why. Raises RecipeError for an unknown recipe, and for one with a schedule.
     """
@@ -95,18 +96,19 @@ def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> 
     if not selection.quantized and recipe.compute is FP32 and not recipe.tf32:
         _restore(module)  # float32 products of float32 operands: torch's own
         return
-    module.__class__ = Linear
-    assert isinstance(module, Linear)
+    if not isinstance(module, RecipeLayer):
+        module.__class__ = LINEARS[type(module)]
+    assert isinstance(module, RecipeLayer)
     smooth = selection.quantized and any(fnmatchcase(selection.name, glob) for glob in recipe.smooth)
     module.configure(recipe, selection.quantized, selection.reason, smooth)
 
 
 def _restore(module: nn.Module) -> None:
-    if isinstance(module, Linear):
+    if isinstance(module, RecipeLayer):
         module.attach_delayed({})
         for name in OWN_ATTRIBUTES:
             module.__dict__.pop(name, None)
-        module.__class__ = nn.Linear  # type: ignore[assignment]
+        module.__class__ = next(plain for plain, ours in LINEARS.items() if ours is type(module))  # type: ignore[assignment]
 
 
 def _share_inputs(parent: nn.Module) -> None:

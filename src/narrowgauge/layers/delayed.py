@@ -55,8 +55,12 @@ class DelayedState(nn.Module):
 
     delayed_rules: Mapping[str, Rule] = {}
     rolls_at_step: bool = False  # True: an optimizer step rolls; False: the layer does, before its next forward
-    state_shape: tuple[int, ...] = ()  # (experts,) where each expert has a state of its own
     weight: Tensor
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """() for one state; (experts,) where each expert has its own."""
+        return ()
 
     def attach_delayed(self, rules: Mapping[str, Rule]) -> None:
         """Register fresh state for `rules`; state of other rules is dropped."""

@@ -8,9 +8,13 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from narrowgauge.layers.grouped import GroupedLinear
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.norm import LayerNorm, RMSNorm
+from narrowgauge.layers.recipe_layer import RecipeLayer
+from narrowgauge.ops import experts
 
+LINEARS: dict[type[nn.Module], type[RecipeLayer]] = {nn.Linear: Linear, experts.GroupedLinear: GroupedLinear}
 NORMS: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
 
 
@@ -27,7 +31,7 @@ def kind_of(module: nn.Module) -> Kind:
     """Decide by the exact class: a subclass may compute something else in its forward."""
     if skip_reason(module) is not None:
         return Kind.SKIPPED
-    if type(module) in (nn.Linear, Linear):
+    if type(module) in LINEARS or type(module) in LINEARS.values():
         return Kind.LINEAR
     if type(module) in NORMS or type(module) in NORMS.values():
         return Kind.NORM
@@ -35,17 +39,19 @@ def kind_of(module: nn.Module) -> Kind:
 
 
 def skip_reason(module: nn.Module) -> str | None:
-    """Why a module that is an nn.Linear cannot be swapped, or None."""
-    if not isinstance(module, nn.Linear):
+    """Why a module that is a linear layer, or one of many experts, cannot be swapped, or None."""
+    plain = next((plain for plain in LINEARS if isinstance(module, plain)), None)
+    if plain is None:
         return None
     if isinstance(module._parameters.get("weight"), UninitializedParameter):
         return "its size is not known yet: run one forward pass before converting"
     if parametrize.is_parametrized(module):
         names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
         return f"parametrized ({names}): remove the parametrization to convert it"
-    if type(module) not in (nn.Linear, Linear):
-        owner = "a forward of its own" if type(module).forward is not nn.Linear.forward else "a class of its own"
-        return f"{type(module).__name__} is a subclass of nn.Linear with {owner}"
-    if type(module) is nn.Linear and "weight" not in module._parameters:
+    if type(module) not in (plain, LINEARS[plain]):
+        owner = "a forward of its own" if type(module).forward is not plain.forward else "a class of its own"
+        name = "nn.Linear" if plain is nn.Linear else plain.__name__
+        return f"{type(module).__name__} is a subclass of {name} with {owner}"
+    if type(module) is plain and "weight" not in module._parameters:
         return "its weight is computed by a hook (weight_norm, spectral_norm): remove it to convert the layer"
     return None

@@ -2,71 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from narrowgauge.errors import ConversionError
-from narrowgauge.layers import delayed, sharing
-from narrowgauge.layers.delayed import DelayedState
-from narrowgauge.numerics.formats import Format
-from narrowgauge.ops.linear import Counter, LinearCasts, linear
-from narrowgauge.recipes.spec import CastSpec, Evaluation, Recipe
-
-# what `configure` adds to an nn.Linear
-OWN_ATTRIBUTES = (
-    "recipe", "quantized", "reason", "training_casts", "evaluation_casts", "counter", "delayed_rules", "rolls_at_step",
-)  # fmt: skip
+from narrowgauge.layers import sharing
+from narrowgauge.layers.recipe_layer import RecipeLayer, check_operands, output_dtype
+from narrowgauge.ops.linear import linear
 
 
-class Linear(DelayedState, nn.Linear):
+class Linear(RecipeLayer, nn.Linear):
     """y = x @ weight.T + bias, with operands cast by a recipe in forward and backward.
 
     Made from an nn.Linear by `convert`, which swaps the class in place: parameters, hooks and ties stay the very same
     objects. x: [..., in_features] of a floating dtype. Returns [..., out_features] in autocast's dtype inside
     an autocast region, else in x's dtype. A layer that `convert` has not configured is an nn.Linear.
-
-    recipe: the recipe, resolved. quantized: False where the layer is kept in the recipe's compute dtype. reason: why.
     """
-
-    recipe: Recipe | None = None
-    quantized: bool = False
-    reason: str = ""
-    training_casts: LinearCasts
-    evaluation_casts: LinearCasts
-    counter: Counter | None = None
-
-    def configure(self, recipe: Recipe, quantized: bool, reason: str, smooth: bool = False) -> bool:
-        """Take up a resolved recipe; smooth: whether the input's channels are smoothed.
-
-        Returns False where the layer already runs so, and then changes nothing.
-        """
-        casts = LinearCasts.of(recipe, quantized, smooth)
-        evaluation = evaluation_casts(recipe, quantized, smooth)
-        unchanged = self.recipe is not None and (self.training_casts, self.evaluation_casts) == (casts, evaluation)
-        self.recipe, self.quantized, self.reason = recipe, quantized, reason
-        if unchanged:
-            return False
-        self.training_casts, self.evaluation_casts = casts, evaluation
-        self.attach_delayed(delayed.rules_of(casts))
-        return True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recipe is None:
             return F.linear(x, self.weight, self.bias)
-        check_operands(self, x)
+        _check(self, x)
         # an empty batch says nothing about any magnitude
         record = self.training and torch.is_grad_enabled() and x.numel() > 0
-        if self.delayed_rules and self.training:
-            self._keep_state(x, record)
-        casts = self.training_casts if self.training else self.evaluation_casts
+        self.keep_state(record)
         return linear(
             x,
             self.weight,
             self.bias,
-            casts,
+            self.casts,
             delayed=self.delayed_slots(),
             record=record,
             out_dtype=output_dtype(x),
@@ -74,87 +38,10 @@ class Linear(DelayedState, nn.Linear):
             shared=sharing.current() if self.quantized else None,
         )
 
-    def _keep_state(self, x: Tensor, record: bool) -> None:
-        if not self.rolls_at_step and _may_roll():
-            delayed.roll_before_forward(self)
-        if record:
-            self.get_buffer(delayed.PENDING).fill_(True)
 
-    def reset_parameters(self) -> None:
-        """Initialise weight and bias anew, and forget the scaling history of the old ones."""
-        super().reset_parameters()
-        self.reset_delayed()
-
-    def extra_repr(self) -> str:
-        if self.recipe is None:
-            return super().extra_repr()
-        runs = f"{self.training_casts.input} x {self.training_casts.weight}" if self.quantized else "kept"
-        return f"{super().extra_repr()}, {self.recipe.name}: {runs}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy belongs to no optimizer until it is prepared with one, and to no measurement
-        return {**self.__dict__, "rolls_at_step": False, "counter": None}
-
-
-def evaluation_casts(recipe: Recipe, quantized: bool, smooth: bool = False) -> LinearCasts:
-    """What a layer runs in under `model.eval()`."""
-    if not quantized or recipe.evaluation is Evaluation.SAME:
-        return LinearCasts.of(recipe, quantized, smooth)
-    if isinstance(recipe.evaluation, Format):
-        spec = CastSpec(recipe.evaluation)  # scaled by the tensor at hand: there is no history of evaluation data
-        recipe = recipe.replace(
-            input=spec, weight=spec, weight_for_grad_input=None, override_linear_precision=(False, False, False)
-        )
-        return LinearCasts.of(recipe, True, smooth)
-    return LinearCasts.of(recipe, quantized=False)
-
-
-def _may_roll() -> bool:
-    """False inside a backward, where a forward is a recomputation, and in inference mode."""
-    if torch.compiler.is_compiling():
-        return True  # compiled code recomputes as a part of its backward graph
-    return torch._C._current_graph_task_id() == -1 and not torch.is_inference_mode_enabled()
-
-
-def output_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype inside an autocast region of the tensor's device, else the tensor's own."""
-    kind = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
-
-
-def check_operands(layer: nn.Linear, x: Tensor) -> None:
-    """Raise ConversionError where the input is no floating tensor, or the weight is not there or does not fit it."""
+def _check(layer: Linear, x: Tensor) -> None:
     weight = layer.weight
     where = f"Linear(in_features={layer.in_features}, out_features={layer.out_features})"
-    if not x.is_floating_point() or x.ndim == 0:
-        raise ConversionError(
-            f"{where}: expected floating values [..., {layer.in_features}], found {x.dtype} {list(x.shape)}: convert "
-            "them first, e.g. with x.float()"
-        )
-    if weight.is_meta and not x.is_meta:
-        raise ConversionError(
-            f"{where}: its weight is on the meta device and has no values: call model.to_empty(device=...) and "
-            "initialise or load it before the forward pass"
-        )
-    if weight.device != x.device:
-        raise ConversionError(
-            f"{where}: its weight is on {weight.device}, and the input on {x.device}: move one to the other's device"
-        )
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or (weight.shape[0] == 0) != (layer.out_features == 0):
-        raise ConversionError(
-            f"{where}: input [..., {x.shape[-1]}] does not fit the weight {list(weight.shape)}: if its storage was "
-            "replaced, restore it before the forward pass"
-        )
-    if torch.compiler.is_compiling():
-        return
-    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
-        raise ConversionError(
-            f"{where}: torch.func transforms (vmap, grad, jvp) do not reach through a layer that casts its operands: "
-            "transform a model that is not prepared, or prepare it with recipe 'fp32'"
-        )
-    if weight.is_meta or type(weight) is not nn.Parameter:
-        return
-    if weight.numel() and weight.untyped_storage().nbytes() == 0:
-        raise ConversionError(f"{where}: the storage of its weight was freed: restore it before the forward pass")
+    fits = weight.ndim == 2 and x.ndim > 0 and weight.shape[1] == x.shape[-1]
+    fits = fits and (weight.shape[0] == 0) == (layer.out_features == 0)
+    check_operands(weight, x, where, layer.in_features, fits)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.layers.grouped import GroupedLinear
 from narrowgauge.layers.kinds import Kind, kind_of, skip_reason
-from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.norm import LayerNorm, RMSNorm
+from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.ops.matmul import GEMMS
 
 CONVERTED = "converted"  # the recipe's own arithmetic
@@ -87,9 +88,10 @@ def report(model: nn.Module) -> ConversionReport:
 def _row(name: str, module: nn.Module) -> Row | None:
     label = type(module).__name__
     kind = kind_of(module)
-    if isinstance(module, Linear) and module.recipe is not None:  # whatever was registered on it since
+    if isinstance(module, RecipeLayer) and module.recipe is not None:  # whatever was registered on it since
         backend = module.training_casts.describe(_device(module))
-        reason = f"{module.reason}; {_products(module)}"
+        experts = f"{module.experts} experts; " if isinstance(module, GroupedLinear) else ""
+        reason = f"{module.reason}; {experts}{_products(module)}"
         return Row(name, label, CONVERTED if module.quantized else KEPT, backend.name, reason)
     if kind is Kind.SKIPPED:
         return Row(name, label, SKIPPED, "torch", skip_reason(module) or "")
@@ -104,7 +106,7 @@ def _row(name: str, module: nn.Module) -> Row | None:
     return None
 
 
-def _products(module: Linear) -> str:
+def _products(module: RecipeLayer) -> str:
     """What a layer multiplies and how: one reason where one backend runs all three products, else all reasons."""
     casts, device = module.training_casts, _device(module)
     backends = [casts.backend(gemm, device) for gemm in GEMMS]
@@ -115,7 +117,7 @@ def _products(module: Linear) -> str:
     return f"{casts.input.format} x {casts.weight.format}, grad_output {casts.grad_output.format}; {how}"
 
 
-def _device(module: nn.Linear) -> torch.device:
+def _device(module: nn.Module) -> torch.device:
     # not by its weight, which a parametrization computes anew at every look
     stored = next(module.parameters())
     # a layer that is still on the meta device is described as for the device that it will most likely get

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,12 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.numerics import philox
 from narrowgauge.ops import kernels
-from narrowgauge.ops.casts import LinearCasts, OperandCast
+from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
 from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots
 from narrowgauge.ops.saved import Saved, restore, save
 from narrowgauge.ops.shared import SharedInputs
 from narrowgauge.ops.smoothing import channel_factors
+from narrowgauge.ops.uses import backward_casts, forward_casts
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 __all__ = ["Counter", "DelayedSlots", "LinearCasts", "linear"]
@@ -80,8 +82,10 @@ class _Linear(torch.autograd.Function):
         if call.casts.smooth:
             factors = channel_factors(rows)
             rows, values = rows / factors.to(rows.dtype), _plain(values) * factors
-        left, input_saved = _cast_pair("input", rows, GRAD_WEIGHT if needs_weight else None, call, source=x)
-        right, weight_saved = _cast_pair("weight", values, GRAD_INPUT if needs_x else None, call)
+        make = functools.partial(call.caster.cast, "input", rows, source=x)
+        left, input_saved = forward_casts("input", make, GRAD_WEIGHT if needs_weight else None, call.casts, x.device)
+        make = functools.partial(call.caster.cast, "weight", values)
+        right, weight_saved = forward_casts("weight", make, GRAD_INPUT if needs_x else None, call.casts, x.device)
         backend = call.casts.backend(OUTPUT, x.device)
         y = multiply(OUTPUT, left.factor(backend), right.factor(backend), backend, call.out_dtype, bias)
 
@@ -106,22 +110,11 @@ class _Linear(torch.autograd.Function):
         rows = grad_output.reshape(grad_output.shape[:-1].numel(), grad_output.shape[-1])
         dtypes = {GRAD_INPUT.name: call.input_dtype, GRAD_WEIGHT.name: call.weight_dtype}
         grads: dict[str, Tensor] = {}
-        left_casts: list[tuple[OperandCast, torch.dtype | None, Cast]] = []
-        is_counted = False  # a role is counted once, by its first quantized use
         saved_tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
         factors = saved_tensors[0]
-        for gemm in (GRAD_INPUT, GRAD_WEIGHT):
-            if gemm.name not in ctx.saved:
-                continue
-            backend = call.casts.backend(gemm, grad_output.device)
-            how, carrier = call.casts.operand(gemm, gemm.left), backend.carrier
-            found = (cast for seen, dtype, cast in left_casts if seen.agrees_with(how) and dtype is carrier)
-            left = next(found, None)
-            if left is None:
-                counted = not is_counted and not call.casts.runs_in_compute(gemm)
-                is_counted = is_counted or counted
-                left = call.caster.cast(gemm.left, rows, how, keep_codes=False, carrier=carrier, counted=counted)
-                left_casts.append((how, carrier, left))
+        gemms = [gemm for gemm in (GRAD_INPUT, GRAD_WEIGHT) if gemm.name in ctx.saved]
+        make = functools.partial(call.caster.cast, "grad_output", rows)
+        for gemm, backend, left in backward_casts(make, gemms, call.casts, grad_output.device):
             right = _restored(ctx, gemm, saved_tensors, factors)
             grads[gemm.name] = multiply(gemm, left.factor(backend), right.factor(backend), backend, dtypes[gemm.name])
         grad_x, grad_weight = grads.get(GRAD_INPUT.name), grads.get(GRAD_WEIGHT.name)
@@ -132,22 +125,6 @@ class _Linear(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = kernels.column_sum(rows).to(ctx.bias_dtype)
         return None if grad_x is None else grad_x.reshape(ctx.input_shape), grad_weight, grad_bias, None
-
-
-def _cast_pair(
-    role: str, x: Tensor, later: Gemm | None, call: _Call, source: Tensor | None = None
-) -> tuple[Cast, Cast | None]:
-    """The casts of `x` for the output GEMM and for a `later` one of backward, None if none: one where they agree."""
-    how, carrier = call.casts.operand(OUTPUT, role), call.casts.backend(OUTPUT, x.device).carrier
-    how_later = None if later is None else call.casts.operand(later, role)
-    counted = not call.casts.runs_in_compute(OUTPUT)
-    agree = how_later is not None and how.agrees_with(how_later)
-    now = call.caster.cast(role, x, how, keep_codes=agree, carrier=carrier, counted=counted, source=source)
-    if how_later is None or agree:
-        return now, None if how_later is None else now
-    assert later is not None
-    counted = not counted and not call.casts.runs_in_compute(later)
-    return now, call.caster.cast(role, x, how_later, keep_codes=True, carrier=None, counted=counted, source=source)
 
 
 def _restored(ctx: Any, gemm: Gemm, saved_tensors: tuple[Any, ...], factors: Tensor | None) -> Cast:
