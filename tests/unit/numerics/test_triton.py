@@ -1,24 +1,15 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from triton_programs import run
 
 from narrowgauge.numerics import kernels, rounding, scaling
 from narrowgauge.numerics.formats import E4M3FN, E5M2, Format
 
 pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
-HERE = Path(__file__).parent
-
-
-def run(program: str, *arguments: str, **variables: str) -> None:
-    command = [sys.executable, str(HERE / program), *arguments]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_kernels_give_the_bits_of_the_twin_in_the_interpreter() -> None:

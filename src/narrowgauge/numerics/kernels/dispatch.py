@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import hadamard, scaling
-from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
+from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import twin
 from narrowgauge.numerics.scaling import ScaleRule
@@ -199,10 +199,16 @@ def quantize_eagerly(
 ) -> Quantized:
     """`quantize` of a real tensor: Numba, Triton or torch."""
     x = x.detach()
-    suits = (
-        fmt in _FAST_FORMATS and x.dtype in _INPUTS and carrier in _CARRIERS and saturating is not False and key is None
-    )
-    fast = _fast_module(x, suits and _is_single(quant_scale))
+    suits = x.dtype in _INPUTS and carrier in _CARRIERS and _is_single(quant_scale)
+    if key is not None and _has_gpu_kernels(x, suits):
+        from narrowgauge.numerics.kernels import triton_cast
+
+        if fmt in _FAST_FORMATS and saturating is not False:
+            counts = triton_cast.count(x, quant_scale, fmt, key, stream) if count else (None, None)
+            return Quantized(*triton_cast.quantize(x, quant_scale, fmt, codes, carrier, key, stream), *counts)
+        if fmt is BF16 and saturating is not True and codes and carrier is None and not count:
+            return Quantized(triton_cast.round_to_bfloat16(x, quant_scale, key, stream), None, None, None)
+    fast = _fast_module(x, suits and fmt in _FAST_FORMATS and saturating is not False and key is None)
     if fast is None:
         return Quantized(
             *twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count, key, stream)
@@ -222,7 +228,7 @@ def quantize_blocks_eagerly(
     key: Tensor | None,
     stream: int,
 ) -> BlockQuantized:
-    """`quantize_blocks` of a real tensor: Numba or torch."""
+    """`quantize_blocks` of a real tensor: Numba, Triton or torch."""
     x = x.detach().contiguous()
     if x.dtype not in _INPUTS:
         x = x.float()
@@ -235,12 +241,20 @@ def quantize_blocks_eagerly(
 def dequantize_blocks_eagerly(
     codes: Tensor, dequant_scale: Tensor, fmt: Format, block: Block, dtype: torch.dtype, tensor_amax: Tensor | None
 ) -> Tensor:
-    """`dequantize_blocks` of a real tensor."""
+    """`dequantize_blocks` of a real tensor: Triton or torch."""
+    if _has_gpu_kernels(codes, fmt in _TILE_FORMATS and dtype in _CARRIERS):
+        from narrowgauge.numerics.kernels import triton_blocks
+
+        return triton_blocks.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype)
     return twin.dequantize_blocks(codes.contiguous(), dequant_scale, fmt, block, tensor_amax, dtype)
 
 
 def transform_eagerly(x: Tensor, signs: tuple[int, ...]) -> Tensor:
-    """`transform` of a real tensor."""
+    """`transform` of a real tensor: Triton or torch."""
+    if _has_gpu_kernels(x, x.dtype in _INPUTS):
+        from narrowgauge.numerics.kernels import triton_hadamard
+
+        return triton_hadamard.transform(x, signs)
     return hadamard.transform(x.detach(), signs)
 
 
@@ -283,11 +297,20 @@ def _fast_module(x: Tensor, suits: bool) -> ModuleType | None:
 
 def _tile_module(x: Tensor, suits: bool) -> ModuleType | None:
     """The module whose kernels cast this tensor in tiles, loaded on first use; None for the torch operations."""
-    if not suits or x.numel() == 0 or not x.is_cpu:
-        return None
-    from narrowgauge.numerics.kernels import cpu_tiles
+    if _has_gpu_kernels(x, suits):
+        from narrowgauge.numerics.kernels import triton_blocks
 
-    return cpu_tiles
+        return triton_blocks
+    if x.is_cpu and suits and x.numel() > 0:
+        from narrowgauge.numerics.kernels import cpu_tiles
+
+        return cpu_tiles
+    return None
+
+
+def _has_gpu_kernels(x: Tensor, suits: bool) -> bool:
+    """True where Triton takes this tensor."""
+    return x.is_cuda and suits and x.numel() > 0 and _has_triton()
 
 
 @functools.cache

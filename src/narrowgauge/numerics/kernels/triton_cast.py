@@ -1,8 +1,6 @@
-"""Triton kernels of CUDA devices: amax, the cast to FP8 codes, and the way back.
+"""Triton kernels of CUDA devices with one scale for a tensor: amax, the cast to codes, and the way back.
 
-All rounding is integer arithmetic, as in `numba_cast`: Triton's interpreter, which the tests run on a CPU, does not
-round its own casts to float8 and bfloat16 as the hardware does. FP fusion is off, so that no product is contracted into
-the sum that follows.
+FP fusion is off, so that no product is contracted into the sum that follows.
 """
 
 from __future__ import annotations
@@ -13,90 +11,80 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.numerics.formats import Format
+from narrowgauge.numerics.kernels.triton_philox import words_of_quads
+from narrowgauge.numerics.kernels.triton_round import decode, encode, fields_of, narrow, widen
 
 BLOCK = 4096
-
-
-@triton.jit
-def _widen(values):  # type: ignore[no-untyped-def]
-    """float32 of float32, bfloat16 or float16 values."""
-    if values.dtype == tl.bfloat16:
-        return (values.to(tl.uint16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return values.to(tl.float32)
 
 
 @triton.jit
 def amax_kernel(x, out, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """out (int32, zero before) = bits of the largest magnitude of `x`; NaN is larger than infinity as an integer."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = _widen(tl.load(x + place, mask=place < length, other=0.0))
+    values = widen(tl.load(x + place, mask=place < length, other=0.0))
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(out, tl.max(magnitude, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stream"])
 def cast_kernel(  # type: ignore[no-untyped-def]
-    x, scale, codes, carrier, counts, length,
-    MANTISSA: tl.constexpr, CODES: tl.constexpr, CARRIER: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    x, scale, codes, carrier, counts, key, stream, length,
+    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    CODES: tl.constexpr, CARRIER: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """codes (uint8) = encode(x * scale), saturating; carrier = their values; counts += (saturated, flushed)."""
-    shift: tl.constexpr = 23 - MANTISSA
-    align: tl.constexpr = (23 - MANTISSA) << 23
-    # exponent field of the smallest normal value, and bits of the largest value, of E4M3FN (3 mantissa bits) or E5M2
-    least: tl.constexpr = (121 << 23) if MANTISSA == 3 else (113 << 23)
-    top: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000
-
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < length
-    values = _widen(tl.load(x + place, mask=mask, other=0.0))
-    bits = (values * tl.load(scale)).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    clamped = tl.minimum(magnitude, top)
-    # a power of two whose ulp is the distance of the format's values here: adding it rounds, ties to even, once
-    grid = tl.maximum(clamped & 0x7F800000, least) + align
-    rounded = clamped.to(tl.float32, bitcast=True) + grid.to(tl.float32, bitcast=True)
-    code = ((grid - align - least) >> shift) + (rounded.to(tl.int32, bitcast=True) - grid)
-    code = tl.where(is_nan, 0x7F, code)
+    values = widen(tl.load(x + place, mask=mask, other=0.0))
+    scaled = values * tl.load(scale)
+    words = _words(key, stream, BLOCK) if STOCHASTIC else 0
+    code = encode(scaled, words, EXPONENT, MANTISSA, TOP, STOCHASTIC)
     if CODES:
-        tl.store(codes + place, (code | ((bits >> 24) & 0x80)).to(tl.uint8), mask=mask)
+        tl.store(codes + place, code.to(tl.uint8), mask=mask)
     if CARRIER:
-        value = (rounded - grid.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-        value = tl.where(is_nan, 0x7FC00000, value) | (bits & -0x80000000)
-        tl.store(carrier + place, value.to(tl.float32, bitcast=True).to(carrier.dtype.element_ty), mask=mask)
+        # every value of 8 bits is one of bfloat16
+        tl.store(carrier + place, decode(code, EXPONENT, MANTISSA).to(carrier.dtype.element_ty), mask=mask)
     if COUNT:
-        saturated = (magnitude > top) & (magnitude <= 0x7F800000)
-        flushed = (code == 0) & (values != 0.0)
+        magnitude = scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        saturated = (magnitude > TOP) & (magnitude <= 0x7F800000) & mask
+        flushed = ((code & ((1 << (EXPONENT + MANTISSA)) - 1)) == 0) & (values != 0.0) & mask
         tl.atomic_add(counts, tl.sum(saturated.to(tl.int64), axis=0))
         tl.atomic_add(counts + 1, tl.sum(flushed.to(tl.int64), axis=0))
 
 
+@triton.jit(do_not_specialize=["stream"])
+def bfloat16_kernel(x, scale, out, key, stream, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out (int16) = bits of x * scale in bfloat16, rounded stochastically; to nearest even beyond its maximum."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < length
+    values = widen(tl.load(x + place, mask=mask, other=0.0)) * tl.load(scale)
+    bits = values.to(tl.int32, bitcast=True)
+    # the half word that goes is the distance to the value below, in steps of 2^-16 of the gap
+    upwards = (_words(key, stream, BLOCK) >> 16).to(tl.int32) < (bits & 0xFFFF)
+    rounded = tl.where(upwards, bits + 0x10000, bits)
+    is_beyond = (bits & 0x7FFFFFFF) > 0x7F7F0000
+    rounded = tl.where(is_beyond, bits + 0x7FFF + ((bits >> 16) & 1), rounded)
+    rounded = tl.where(values == values, rounded, 0x7FC00000)
+    tl.store(out + place, (rounded >> 16).to(tl.int16), mask=mask)
+
+
 @triton.jit
-def decode_kernel(codes, scale, out, length, MANTISSA: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _words(key, stream, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The random words of this program's values."""
+    quad = tl.program_id(0).to(tl.int64) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    return words_of_quads(quad, tl.load(key), stream)
+
+
+@triton.jit
+def decode_kernel(  # type: ignore[no-untyped-def]
+    codes, scale, out, length, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr
+):
     """out = codes (uint8) * scale, the product in float32, then one rounding to the dtype of `out`."""
-    shift: tl.constexpr = 23 - MANTISSA
-    least: tl.constexpr = (121 << 23) if MANTISSA == 3 else (113 << 23)
-    smallest_normal: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < length
     code = tl.load(codes + place, mask=mask, other=0).to(tl.int32)
-    field = code & 0x7F
-    # read with the exponent one too large, less the implicit one: a subnormal's value, exactly
-    low = ((field << shift) + least).to(tl.float32, bitcast=True) - smallest_normal
-    high = (field << shift) + (least - 0x800000)
-    value = tl.where(field < (1 << MANTISSA), low.to(tl.int32, bitcast=True), high)
-    if MANTISSA == 3:
-        value = tl.where(field == 0x7F, 0x7FC00000, value)
-    else:
-        value = tl.where(field > 0x7C, 0x7FC00000, tl.where(field == 0x7C, 0x7F800000, value))
-    value = (value | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-    value = value * tl.load(scale)
-    if out.dtype.element_ty == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        value = tl.where(value == value, rounded, 0x7FC00000).to(tl.float32, bitcast=True)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    values = decode(code, EXPONENT, MANTISSA) * tl.load(scale)
+    tl.store(out + place, narrow(values, out.dtype.element_ty), mask=mask)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -108,17 +96,40 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, quant_scale: Tensor | None, fmt: Format, codes: bool, carrier: torch.dtype | None
+    x: Tensor,
+    quant_scale: Tensor | None,
+    fmt: Format,
+    codes: bool,
+    carrier: torch.dtype | None,
+    key: Tensor | None = None,
+    stream: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Codes and carrier, each where asked for, of E4M3FN or E5M2; saturating, one scale for the whole tensor."""
-    encoded, carried, _ = _cast(x, quant_scale, fmt, codes, carrier, False)
+    """Codes and carrier, each where asked for, of E4M3FN or E5M2; saturating, one scale for the whole tensor.
+
+    key, stream: as in `dispatch.quantize`.
+    """
+    encoded, carried, _ = _cast(x, quant_scale, fmt, codes, carrier, False, key, stream)
     return encoded, carried
 
 
-def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
+def count(
+    x: Tensor, quant_scale: Tensor | None, fmt: Format, key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor]:
     """How many values a cast saturates, and how many it flushes to zero: int64, 0-dimensional."""
-    counts = _cast(x, quant_scale, fmt, False, None, True)[2]
+    counts = _cast(x, quant_scale, fmt, False, None, True, key, stream)[2]
     return counts[0], counts[1]
+
+
+def round_to_bfloat16(x: Tensor, quant_scale: Tensor | None, key: Tensor, stream: int) -> Tensor:
+    """x * quant_scale in bfloat16, rounded stochastically."""
+    x = x.detach().contiguous()
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    with torch.cuda.device_of(x):
+        bfloat16_kernel[_grid(x)](
+            x, _scale(quant_scale, x), out.view(torch.int16), key, stream, x.numel(), BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
@@ -126,14 +137,21 @@ def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Te
     source = codes.detach().contiguous().view(torch.uint8)
     with torch.cuda.device_of(codes):
         decode_kernel[_grid(codes)](
-            source, _scale(dequant_scale, codes), out, codes.numel(), MANTISSA=fmt.mantissa_bits, BLOCK=BLOCK,
-            enable_fp_fusion=False,
+            source, _scale(dequant_scale, codes), out, codes.numel(), EXPONENT=fmt.exponent_bits,
+            MANTISSA=fmt.mantissa_bits, BLOCK=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
 def _cast(
-    x: Tensor, quant_scale: Tensor | None, fmt: Format, codes: bool, carrier: torch.dtype | None, count: bool
+    x: Tensor,
+    quant_scale: Tensor | None,
+    fmt: Format,
+    codes: bool,
+    carrier: torch.dtype | None,
+    count: bool,
+    key: Tensor | None,
+    stream: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     x = x.detach().contiguous()
     encoded = torch.empty_like(x, dtype=torch.uint8) if codes else None
@@ -142,8 +160,8 @@ def _cast(
     with torch.cuda.device_of(x):
         cast_kernel[_grid(x)](
             x, _scale(quant_scale, x), x if encoded is None else encoded, x if carried is None else carried, counts,
-            x.numel(), MANTISSA=fmt.mantissa_bits, CODES=codes, CARRIER=carrier is not None, COUNT=count, BLOCK=BLOCK,
-            enable_fp_fusion=False,
+            counts if key is None else key, stream, x.numel(), **fields_of(fmt), STOCHASTIC=key is not None,
+            CODES=codes, CARRIER=carrier is not None, COUNT=count, BLOCK=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
     return None if encoded is None else encoded.view(fmt.dtype), carried, counts
 

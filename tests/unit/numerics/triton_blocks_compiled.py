@@ -1,0 +1,79 @@
+"""Run as a program: compiles the Triton kernels of blocks for the GPU architectures given, which needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from triton_compiled import build
+
+from narrowgauge.numerics.formats import E2M1FN, E4M3FN, Format
+from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, Block
+from narrowgauge.numerics.kernels import triton_cast, triton_hadamard
+from narrowgauge.numerics.kernels import triton_tiles as kernels
+from narrowgauge.numerics.kernels.triton_blocks import Plan
+from narrowgauge.numerics.kernels.triton_round import fields_of
+from narrowgauge.numerics.scaling import CURRENT, E8M0_FLOOR, E8M0_UP, NVFP4, ScaleRule
+
+SHAPE = (100000, 100000)
+# format, rule, tile, rounded stochastically
+CASTS = (
+    (E4M3FN, CURRENT, Block(1, 128), False),
+    (E4M3FN, CURRENT, Block(128, 128), False),
+    (E4M3FN, E8M0_UP, Block(32, 1), True),
+    (E4M3FN, E8M0_FLOOR, Block(1, 32), True),
+    (E2M1FN, NVFP4, Block(16, 1), True),
+    (E2M1FN, NVFP4, Block(16, 16), False),
+    (E4M3FN, CURRENT, PER_ROW, True),
+)
+
+
+def build_planned(kernel: Any, plan: Plan, pointers: dict[str, str], constants: dict[str, Any], target: int) -> str:
+    """PTX of a kernel of tiles. As in Triton's JIT, numbers that are 1 are constants."""
+    constants = constants | plan.constants | {name: 1 for name, size in plan.numbers.items() if size == 1}
+    signature = pointers | dict.fromkeys(plan.numbers, "i32")
+    signature = {name: kind for name, kind in signature.items() if name not in constants}
+    return build(kernel, signature, constants, target, plan.tiling.warps)
+
+
+def cast(fmt: Format, rule: ScaleRule, block: Block, stochastic: bool, target: int) -> str:
+    """PTX of one cast of a matrix of bfloat16."""
+    plan = Plan.of(block, *SHAPE)
+    pointers = {"x": "*bf16", "amax": "*i32", "whole": "*i32", "codes": "*u8", "carrier": "*bf16", "counts": "*i64"}
+    pointers |= {"stored": "*fp32" if rule is CURRENT else "*u8", "key": "*i64", "stream": "i32"}
+    pointers = {name: pointers[name] for name in kernels.quantize_blocks_kernel.arg_names if name in pointers}
+    flags = {"STOCHASTIC": stochastic, "QUADS": plan.in_quads, "CODES": True, "CARRIER": True, "COUNT": True}
+    passes = {"HAS_AMAX": plan.is_cut, "HAS_WHOLE": plan.is_cut or rule is NVFP4}
+    constants = {"RULE": rule.name, **fields_of(fmt), **flags, **passes}
+    return build_planned(kernels.quantize_blocks_kernel, plan, pointers, constants, target)
+
+
+def build_all(target: int) -> list[str]:
+    """PTX of the kernels in forms that between them use every function."""
+    built = [cast(*case, target) for case in CASTS]
+    pointers = {"x": "*bf16", "amax": "*i32", "whole": "*i32"}
+    built.append(build_planned(kernels.block_amax_kernel, Plan.of(PER_COLUMN, *SHAPE), pointers, {}, target))
+    for kind, stored in (("FLOAT32", "*fp32"), ("E8M0", "*u8"), ("NVFP4", "*u8")):
+        signature = {"codes": "*u8", "stored": stored, "whole": "*fp32", "out": "*bf16"}
+        numbers = ("rows", "columns", "height", "width", "across", "programs_across")
+        constants = {"KIND": kind, "EXPONENT": 2, "MANTISSA": 1, "HEIGHT": 16, "WIDTH": 256}
+        signature |= dict.fromkeys(numbers, "i32")
+        built.append(build(kernels.dequantize_blocks_kernel, signature, constants, target))
+    signature = {
+        "x": "*bf16",
+        "out": "*fp32",
+        **dict.fromkeys(("negative", "rows", "columns", "programs_across"), "i32"),
+    }
+    built.append(build(triton_hadamard.hadamard_kernel, signature, {"WIDTH": triton_hadamard.WIDTH}, target))
+    signature = {"x": "*fp32", "scale": "*fp32", "out": "*i16", "key": "*i64", "stream": "i32", "length": "i64"}
+    built.append(build(triton_cast.bfloat16_kernel, signature, {"BLOCK": triton_cast.BLOCK}, target))
+    return built
+
+
+if __name__ == "__main__":
+    for architecture in map(int, sys.argv[1:]):
+        for ptx in build_all(architecture):
+            assert f".target sm_{architecture}" in ptx
+            assert "fma.rn.f32" not in ptx  # a contracted product would round once where the twin rounds twice
+            assert ".ftz" not in ptx  # subnormal scales and values count
+            assert "div.full" not in ptx and "div.approx" not in ptx and "rcp.approx" not in ptx
