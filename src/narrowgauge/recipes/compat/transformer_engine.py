@@ -132,7 +132,8 @@ def from_transformer_engine(recipe: Any, kind: str | None = None) -> Recipe:
     values = read(kind, fields, RECIPES[kind])
     made = _READERS[kind](values)
     if values["backward_override"] == "high_precision":
-        made = made.replace(override_linear_precision=(False, True, True))
+        # a product in the compute dtype casts no operands, and so has none to transform
+        made = made.replace(override_linear_precision=(False, True, True), hadamard=None)
     return made
 
 
