@@ -126,9 +126,11 @@ def _e8m0_floor(amax: Any, layout: Any, bytes: Any) -> None:
 def _nvfp4_scales(amax: Any, tensor_amax: int, quant_scale: Any, factor: Any, words: Any, stored: Any) -> None:
     tensor_scale = f32(_NVFP4_MAX / float_of(i32(tensor_amax)))
     tensor_scale = _LARGEST if tensor_scale > _LARGEST else tensor_scale
+    tensor_scale = f32(1.0) if tensor_scale == f32(0.0) else tensor_scale  # of an infinite amax
+    sixth = f32(tensor_scale * _SIXTH)
     inverse_scale = f32(f32(1.0) / tensor_scale)
     for t in range(len(amax)):
-        words[t] = bits_of(f32(f32(float_of(amax[t]) * tensor_scale) * _SIXTH))
+        words[t] = bits_of(f32(float_of(amax[t]) * sixth))
     numba_rows.encode_row(words, _E4M3, stored)
     _decode_e4m3(stored, words, factor)
     for t in range(len(amax)):
