@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.numerics import philox
 from narrowgauge.numerics.scaling import NVFP4
 from narrowgauge.ops import kernels
 from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.experts import group_sizes
 from narrowgauge.ops.linear import NOTHING_DELAYED
 from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
-from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots
+from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call
 from narrowgauge.ops.saved import Saved, restore, save
 from narrowgauge.ops.smoothing import channel_factors
 from narrowgauge.ops.uses import backward_casts, forward_casts
@@ -58,7 +57,7 @@ def grouped_linear(
         ends.append((start, start := start + size))
     parts = tuple(_Part(e, start, stop) for e, (start, stop) in enumerate(ends) if stop > start)
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
-    key = philox.draw_key(x.device, generator) if casts.is_stochastic else None
+    key = key_of_call(casts, x, weight, generator)
     caster = Caster(delayed, record, counter, None, weight_spec, key)
     call = _Call(casts, caster, parts, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
     return _GroupedLinear.apply(x, weight, bias, call)  # type: ignore[no-any-return]

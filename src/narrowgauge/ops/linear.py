@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.numerics import philox
 from narrowgauge.ops import kernels
 from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
-from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots
+from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call
 from narrowgauge.ops.saved import Saved, restore, save
 from narrowgauge.ops.shared import SharedInputs
 from narrowgauge.ops.smoothing import channel_factors
@@ -56,7 +55,7 @@ def linear(
     """
     # read here: on the inside of the autograd function torch.compile sees a tensor without attributes
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
-    key = philox.draw_key(x.device, generator) if casts.is_stochastic else None
+    key = key_of_call(casts, x, weight, generator)
     caster = Caster(delayed, record, counter, None if casts.smooth else shared, weight_spec, key)
     call = _Call(casts, caster, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
     return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from narrowgauge.numerics import packing
 from narrowgauge.ops.operands import Cast
 from narrowgauge.recipes.spec import CastSpec
 
@@ -28,9 +29,7 @@ def save(cast: Cast, at: int, again: Tensor | None = None) -> tuple[Saved, list[
     assert cast.codes is not None
     codes = cast.codes
     if cast.spec.format.bits < 8:
-        from narrowgauge.numerics import packing
-
-        codes = packing.pack(codes, cast.spec.format)
+        codes = packing.pack(codes, cast.spec.format.bits)
     return Saved(at, cast.spec, cast.codes.shape[1]), [codes, cast.dequant_scale, cast.block_scale]
 
 
@@ -39,7 +38,5 @@ def restore(saved: Saved, tensors: tuple[Tensor, ...]) -> Cast:
     assert saved.spec is not None
     codes, dequant_scale, block_scale = tensors[saved.at : saved.at + 3]
     if saved.spec.format.bits < 8:
-        from narrowgauge.numerics import packing
-
-        codes = packing.unpack(codes, saved.spec.format, saved.columns)
+        codes = packing.unpack(codes, saved.spec.format.bits, saved.columns)
     return Cast(codes, None, dequant_scale, saved.spec, block_scale=block_scale)
