@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.numerics import formats, kernels, rounding, scaling
 from narrowgauge.numerics.formats import E4M3FN, Format
-from narrowgauge.numerics.kernels import cpu
+from narrowgauge.numerics.kernels import cpu_arrays
 
 
 def current_scaling(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,6 +93,6 @@ def test_a_forked_worker_casts_serially_instead_of_dying() -> None:
 def test_without_a_safe_threading_layer_kernels_run_serially(monkeypatch) -> None:
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     expected = current_scaling(x)[0]
-    monkeypatch.setattr(cpu, "_has_safe_threads", lambda: False)
-    assert cpu.chunks_for(x) == 1
+    monkeypatch.setattr(cpu_arrays, "_has_safe_threads", lambda: False)
+    assert cpu_arrays.chunks_for(x) == 1
     assert torch.equal(current_scaling(x)[0].float(), expected.float())

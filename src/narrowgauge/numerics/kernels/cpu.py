@@ -1,43 +1,19 @@
-"""The Numba kernels on torch tensors: which tensors they take, in how many threads, and the zero-copy passage."""
+"""The Numba kernels for casts with one scale, on torch tensors."""
 
 from __future__ import annotations
 
-import functools
-import os
-
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics.formats import Format
-from narrowgauge.numerics.kernels import numba_cast
+from narrowgauge.numerics.kernels import cpu_stochastic, numba_cast
+from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_for
 
-# below this, handing a chunk to a second thread costs more than it saves
-MIN_CHUNK = 32768
 # from this many float32 values on (32 MiB) a result would not stay in the caches anyway
 MIN_STREAMED = 1 << 23
 
-_BITS = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e8m0fnu: torch.uint8,
-    torch.uint8: torch.uint8,
-}
 _PLAIN = torch.contiguous_format
-_forked = False
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-
-
-# OpenMP kills a forked child (a DataLoader worker) that enters a parallel region, so there the kernels run serially
-os.register_at_fork(after_in_child=_note_fork)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -49,9 +25,20 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, quant_scale: Tensor | None, fmt: Format, codes: bool, carrier: torch.dtype | None
+    x: Tensor,
+    quant_scale: Tensor | None,
+    fmt: Format,
+    codes: bool,
+    carrier: torch.dtype | None,
+    key: Tensor | None = None,
+    stream: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Codes and carrier, each where asked for, of E4M3FN or E5M2; saturating, one scale for the whole tensor."""
+    """Codes and carrier, each where asked for, of E4M3FN or E5M2; saturating, one scale for the whole tensor.
+
+    key, stream: as in `dispatch.quantize`.
+    """
+    if key is not None:
+        return cpu_stochastic.quantize(x, quant_scale, fmt, codes, carrier, False, key, stream)[:2]
     encoded = torch.empty_like(x, dtype=fmt.dtype, memory_format=_PLAIN) if codes else None
     carried = torch.empty_like(x, dtype=carrier, memory_format=_PLAIN) if carrier is not None else None
     arguments = (
@@ -69,8 +56,14 @@ def quantize(
     return encoded, carried
 
 
-def count(x: Tensor, quant_scale: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
+def count(
+    x: Tensor, quant_scale: Tensor | None, fmt: Format, key: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor]:
     """How many values a cast saturates, and how many it flushes to zero: int64, 0-dimensional."""
+    if key is not None:
+        *_, saturated, flushed = cpu_stochastic.quantize(x, quant_scale, fmt, False, None, True, key, stream)
+        assert saturated is not None and flushed is not None
+        return saturated, flushed
     scale = 1.0 if quant_scale is None else quant_scale.item()
     saturated, flushed = numba_cast.count_serial(array(x), scale, fmt.mantissa_bits)
     return torch.tensor(saturated), torch.tensor(flushed)
@@ -93,27 +86,6 @@ def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Te
     return out
 
 
-def array(x: Tensor) -> np.ndarray:
-    """The bits of `x` as a flat array that shares its memory where it is contiguous."""
-    return x.detach().contiguous().view(_BITS[x.dtype]).numpy().reshape(-1)
-
-
-def chunks_for(x: Tensor) -> int:
-    """Into how many chunks, each for a thread, a kernel should split `x`; 1: run the serial form."""
-    chunks = min(torch.get_num_threads(), x.numel() // MIN_CHUNK)
-    return chunks if chunks > 1 and not _forked and _has_safe_threads() else 1
-
-
-@functools.cache
-def _has_safe_threads() -> bool:
-    """True where Numba has a threading layer that several threads may enter; its own `workqueue` aborts then."""
-    from numba.np.ufunc import parallel
-
-    if numba.config.THREADING_LAYER == "default":  # type: ignore[attr-defined]
-        try:
-            from numba.np.ufunc import omppool  # type: ignore[attr-defined]  # noqa: F401
-        except ImportError:
-            return False
-        numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
-    parallel._launch_threads()
-    return numba.threading_layer() != "workqueue"
+def round_to_bfloat16(x: Tensor, quant_scale: Tensor | None, key: Tensor, stream: int) -> Tensor:
+    """x * quant_scale in bfloat16, stochastically rounded; overflow to infinity."""
+    return cpu_stochastic.round_to_bfloat16(x, quant_scale, key, stream)

@@ -12,12 +12,19 @@ from torch import Tensor
 from narrowgauge.numerics import scaling
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.granularity import Block
-from narrowgauge.numerics.kernels import cpu, numba_bits, numba_scales, numba_tiles
+from narrowgauge.numerics.kernels import cpu, numba_bits, numba_decode, numba_scales, numba_tiles
+from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_for
 from narrowgauge.numerics.scaling import NVFP4, ScaleRule
 
 # bytes of a part that is read twice: half of a common second-level cache
 _PART_BYTES = 1 << 19
 _NO_CODES, _NO_CARRIER, _NO_WORDS, _NO_COUNTS = (np.empty(0, d) for d in (np.uint8, np.uint16, np.int32, np.int64))
+# any rule that stores its scales so
+_RULE_OF_STORED = {
+    torch.float32: numba_scales.CURRENT,
+    torch.float8_e8m0fnu: numba_scales.E8M0_UP,
+    torch.float8_e4m3fn: numba_scales.NVFP4,
+}
 
 layout = functools.cache(numba_bits.layout)
 
@@ -64,15 +71,15 @@ def quantize_blocks(
     arguments = (
         numba_scales.RULES[rule],
         layout(fmt),
-        cpu.amax(x).view(torch.int32).item() if rule is NVFP4 else 0,
-        (False, 0, 0) if key is None else (True, key.item(), stream),
-        _NO_CODES if encoded is None else cpu.array(encoded),
-        _NO_CARRIER if carried is None else cpu.array(carried),
-        cpu.array(stored) if is_float else _NO_WORDS,
-        _NO_CODES if is_float else cpu.array(stored),
+        int(cpu.amax(x).view(torch.int32).item()) if rule is NVFP4 else 0,
+        (False, 0, 0) if key is None else (True, int(key.item()), stream),
+        _NO_CODES if encoded is None else array(encoded),
+        _NO_CARRIER if carried is None else array(carried),
+        array(stored) if is_float else _NO_WORDS,
+        _NO_CODES if is_float else array(stored),
         counts,
     )
-    bits, chunks = cpu.array(x), min(cpu.chunks_for(x), parts)
+    bits, chunks = array(x), min(chunks_for(x), parts)
     if chunks == 1:
         largest = numba_tiles.cast_tiles_serial(bits, shape, tile, part, 0, parts, *arguments)
     else:
@@ -80,3 +87,27 @@ def quantize_blocks(
     amax = torch.tensor(largest, dtype=torch.int32).view(torch.float32)
     saturated, flushed = torch.from_numpy(counts).unbind() if count else (None, None)
     return encoded, carried, stored, amax, saturated, flushed
+
+
+def dequantize_blocks(
+    codes: Tensor, dequant_scale: Tensor, fmt: Format, block: Block, tensor_amax: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`twin.dequantize_blocks` of a matrix that is not empty, in a float format of 4 to 8 bits."""
+    shape, tile, part, parts = plan(*codes.shape, block)
+    out = torch.empty(codes.shape, dtype=dtype)
+    is_float = dequant_scale.dtype is torch.float32
+    rule = _RULE_OF_STORED[dequant_scale.dtype]
+    arguments = (
+        rule,
+        layout(fmt),
+        -1.0 if tensor_amax is None or rule != numba_scales.NVFP4 else tensor_amax.item(),
+        array(dequant_scale) if is_float else _NO_WORDS,
+        _NO_CODES if is_float else array(dequant_scale),
+        array(out),
+    )
+    bits, chunks = array(codes), min(chunks_for(codes), parts)
+    if chunks == 1:
+        numba_decode.decode_tiles_serial(bits, shape, tile, part, 0, parts, *arguments)
+    else:
+        numba_decode.decode_tiles_parallel(bits, shape, tile, part, parts, chunks, *arguments)
+    return out

@@ -18,6 +18,7 @@ from narrowgauge.numerics import hadamard, scaling
 from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import twin
+from narrowgauge.numerics.kernels.tracing import is_traced
 from narrowgauge.numerics.scaling import ScaleRule
 
 # below this many values a few torch operations are faster than the passage to Numba
@@ -55,7 +56,7 @@ class BlockQuantized(NamedTuple):
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of `x`, 0-dimensional float32: 0 for an empty tensor, NaN or infinity where `x` has it."""
-    if _is_traced(x):
+    if is_traced(x):
         return torch.ops.narrowgauge.amax(x)
     return amax_eagerly(x)
 
@@ -83,7 +84,7 @@ def quantize(
     key: int64, 0-dimensional: round stochastically by `philox.random_words(key, stream)`; None: to nearest even.
     Raises RecipeError as `rounding.encode` does.
     """
-    if _is_traced(x):
+    if is_traced(x):
         outputs = torch.ops.narrowgauge.quantize(
             x, quant_scale, fmt.name, saturating, codes, carrier, count, key, stream
         )
@@ -106,7 +107,7 @@ def dequantize(
     """
     if out is not None:
         return _dequantize_into(codes, dequant_scale, fmt, out)
-    if _is_traced(codes):
+    if is_traced(codes):
         return torch.ops.narrowgauge.dequantize(codes, dequant_scale, fmt.name, dtype)
     return dequantize_eagerly(codes, dequant_scale, fmt, dtype)
 
@@ -131,7 +132,7 @@ def quantize_blocks(
     rounded once to its dtype. Saturates; NaN where the format has none is code 0 in a block whose scale is NaN.
     """
     arguments = (codes, carrier, count, key, stream)
-    if _is_traced(x):
+    if is_traced(x):
         outputs = torch.ops.narrowgauge.quantize_blocks(x, fmt.name, block.rows, block.columns, rule.name, *arguments)
         encoded, carried, scale, largest, saturated, flushed = outputs
         return BlockQuantized(
@@ -158,7 +159,7 @@ def dequantize_blocks(
     dequant_scale: as `quantize_blocks` stores it. tensor_amax: for NVFP4; left out, the values lack the tensor's
     factor `scaling.nvfp4_tensor_factor`.
     """
-    if _is_traced(codes):
+    if is_traced(codes):
         return torch.ops.narrowgauge.dequantize_blocks(
             codes, dequant_scale, fmt.name, block.rows, block.columns, dtype, tensor_amax
         )
@@ -167,17 +168,7 @@ def dequantize_blocks(
 
 def transform(x: Tensor, signs: tuple[int, ...]) -> Tensor:
     """`hadamard.transform`: the columns of a matrix in groups of 16 rows, float32 [rows padded to 16s, columns]."""
-    return torch.ops.narrowgauge.hadamard(x, list(signs)) if _is_traced(x) else transform_eagerly(x, signs)
-
-
-def _is_traced(x: Tensor) -> bool:
-    """True where something watches the operators: a compiler, a dispatch mode, a tensor subclass."""
-    if torch.compiler.is_compiling():
-        return True
-    return type(x) not in _PLAIN or torch._C._len_torch_dispatch_stack() > 0
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+    return torch.ops.narrowgauge.hadamard(x, list(signs)) if is_traced(x) else transform_eagerly(x, signs)
 
 
 def amax_eagerly(x: Tensor) -> Tensor:
@@ -200,21 +191,18 @@ def quantize_eagerly(
     """`quantize` of a real tensor: Numba, Triton or torch."""
     x = x.detach()
     suits = x.dtype in _INPUTS and carrier in _CARRIERS and _is_single(quant_scale)
-    if key is not None and _has_gpu_kernels(x, suits):
-        from narrowgauge.numerics.kernels import triton_cast
-
-        if fmt in _FAST_FORMATS and saturating is not False:
-            counts = triton_cast.count(x, quant_scale, fmt, key, stream) if count else (None, None)
-            return Quantized(*triton_cast.quantize(x, quant_scale, fmt, codes, carrier, key, stream), *counts)
-        if fmt is BF16 and saturating is not True and codes and carrier is None and not count:
-            return Quantized(triton_cast.round_to_bfloat16(x, quant_scale, key, stream), None, None, None)
-    fast = _fast_module(x, suits and fmt in _FAST_FORMATS and saturating is not False and key is None)
+    if fmt is BF16 and key is not None and saturating is not True and codes and carrier is None and not count:
+        fast = _fast_module(x, suits, least=1)
+        if fast is not None:
+            return Quantized(fast.round_to_bfloat16(x, quant_scale, key, stream), None, None, None)
+    suits = suits and fmt in _FAST_FORMATS and saturating is not False
+    fast = _fast_module(x, suits, least=MIN_NUMBA if key is None else 1)
     if fast is None:
         return Quantized(
             *twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count, key, stream)
         )
-    counts = fast.count(x, quant_scale, fmt) if count else (None, None)
-    return Quantized(*fast.quantize(x, quant_scale, fmt, codes, carrier), *counts)
+    counts = fast.count(x, quant_scale, fmt, key, stream) if count else (None, None)
+    return Quantized(*fast.quantize(x, quant_scale, fmt, codes, carrier, key, stream), *counts)
 
 
 def quantize_blocks_eagerly(
@@ -241,21 +229,18 @@ def quantize_blocks_eagerly(
 def dequantize_blocks_eagerly(
     codes: Tensor, dequant_scale: Tensor, fmt: Format, block: Block, dtype: torch.dtype, tensor_amax: Tensor | None
 ) -> Tensor:
-    """`dequantize_blocks` of a real tensor: Triton or torch."""
-    if _has_gpu_kernels(codes, fmt in _TILE_FORMATS and dtype in _CARRIERS):
-        from narrowgauge.numerics.kernels import triton_blocks
-
-        return triton_blocks.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype)
-    return twin.dequantize_blocks(codes.contiguous(), dequant_scale, fmt, block, tensor_amax, dtype)
+    """`dequantize_blocks` of a real tensor: Numba, Triton or torch."""
+    codes = codes.contiguous()
+    fast = _tile_module(codes, fmt in _TILE_FORMATS and dtype in _CARRIERS)
+    if fast is None:
+        return twin.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype)
+    return fast.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype)
 
 
 def transform_eagerly(x: Tensor, signs: tuple[int, ...]) -> Tensor:
-    """`transform` of a real tensor: Triton or torch."""
-    if _has_gpu_kernels(x, x.dtype in _INPUTS):
-        from narrowgauge.numerics.kernels import triton_hadamard
-
-        return triton_hadamard.transform(x, signs)
-    return hadamard.transform(x.detach(), signs)
+    """`transform` of a real tensor: Numba, Triton or torch."""
+    fast = _hadamard_module(x, x.dtype in _INPUTS)
+    return hadamard.transform(x.detach(), signs) if fast is None else fast.transform(x, signs)
 
 
 def dequantize_eagerly(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -269,7 +254,7 @@ def dequantize_eagerly(codes: Tensor, dequant_scale: Tensor | None, fmt: Format,
 def _dequantize_into(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
     suits = fmt in _FAST_FORMATS and out.dtype in _CARRIERS and _is_single(dequant_scale)
     fast = _fast_module(codes, suits and out.is_contiguous() and out.device == codes.device)
-    if fast is None or _is_traced(codes) or _is_traced(out):
+    if fast is None or is_traced(codes) or is_traced(out):
         return out.copy_(dequantize(codes, dequant_scale, fmt, out.dtype))
     fast.dequantize(codes, dequant_scale, fmt, out)
     torch.autograd.graph.increment_version(out)  # autograd cannot see the kernel's writes
@@ -280,23 +265,26 @@ def _is_single(scale: Tensor | None) -> bool:
     return scale is None or scale.numel() == 1
 
 
-def _fast_module(x: Tensor, suits: bool) -> ModuleType | None:
+def _fast_module(x: Tensor, suits: bool, least: int = MIN_NUMBA) -> ModuleType | None:
     """The module whose kernels take this tensor, loaded on first use; None for the torch operations."""
-    if not suits or x.numel() < MIN_NUMBA:
+    if not suits or x.numel() < least:
         return None
     if x.is_cpu:
         from narrowgauge.numerics.kernels import cpu
 
         return cpu
-    if x.is_cuda and _has_triton():
+    if _has_gpu_kernels(x, suits):
         from narrowgauge.numerics.kernels import triton_cast
 
         return triton_cast
     return None
 
 
+# In tiles, or with random bits, torch takes tens of operations even for one value: there is no least size.
+
+
 def _tile_module(x: Tensor, suits: bool) -> ModuleType | None:
-    """The module whose kernels cast this tensor in tiles, loaded on first use; None for the torch operations."""
+    """As `_fast_module`, for casts with a scale for each tile."""
     if _has_gpu_kernels(x, suits):
         from narrowgauge.numerics.kernels import triton_blocks
 
@@ -305,6 +293,19 @@ def _tile_module(x: Tensor, suits: bool) -> ModuleType | None:
         from narrowgauge.numerics.kernels import cpu_tiles
 
         return cpu_tiles
+    return None
+
+
+def _hadamard_module(x: Tensor, suits: bool) -> ModuleType | None:
+    """As `_fast_module`, for the Hadamard transform."""
+    if _has_gpu_kernels(x, suits):
+        from narrowgauge.numerics.kernels import triton_hadamard
+
+        return triton_hadamard
+    if x.is_cpu and suits and x.numel() > 0:
+        from narrowgauge.numerics.kernels import cpu_hadamard
+
+        return cpu_hadamard
     return None
 
 

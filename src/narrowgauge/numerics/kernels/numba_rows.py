@@ -138,6 +138,20 @@ def stochastic_row(scaled: Any, words: Any, layout: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
+def narrow_row(scaled: Any, words: Any, out: Any) -> None:
+    """out (uint16) = scaled in bfloat16, stochastically rounded; beyond its maximum to nearest even, NaN stays."""
+    top, dropped = i32(0x7F7F0000), i32(0xFFFF)
+    for i in range(len(out)):
+        bits = scaled[i]
+        magnitude = i32(bits & MAGNITUDE)
+        upwards = i32(i32(shift_right(words[i], i32(8))) < i32(i32(bits & dropped) << 8))
+        stochastic = i32(bits + i32(upwards << 16))
+        nearest = i32(bits + i32(i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))))
+        rounded = shift_right(stochastic if magnitude <= top else nearest, i32(16))
+        out[i] = i32(0x7FC0) if magnitude > INFINITY else rounded
+
+
+@njit(nogil=True, cache=True)
 def _philox_round(c0: int, c1: int, c2: int, c3: int, low: int, high: int) -> tuple[int, int, int, int]:
     product_0, product_1 = u64(c0 * _MULTIPLIER_0), u64(c2 * _MULTIPLIER_1)
     return (

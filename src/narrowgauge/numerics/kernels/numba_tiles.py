@@ -95,7 +95,7 @@ def cast_tiles_serial(
     panel = np.empty(part if height > 1 else 0, np.int32)
     largest, scale_words, scale_bytes = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.uint8)
     quant_scale, factor = np.empty(most, np.float32), np.empty(most, np.float32)
-    scratch = _scratch()
+    scratch = new_scratch()
     most_of_all = i32(0)
     for item in range(first, last):
         band, left = item // parts, item % parts * part
@@ -125,7 +125,7 @@ def cast_tiles_serial(
 
 
 @njit(nogil=True, cache=True)
-def _scratch() -> Any:
+def new_scratch() -> Any:
     """Scales and factors of a run, its scaled values, random words and codes."""
     return (
         np.empty(RUN, np.float32), np.empty(RUN, np.float32), np.empty(RUN, np.int32), np.empty(RUN + 4, np.int32),

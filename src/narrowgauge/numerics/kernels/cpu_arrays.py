@@ -1,0 +1,60 @@
+"""What every Numba kernel of the CPU asks: a tensor's bits as an array, and in how many threads to run."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+# below this, handing a chunk to a second thread costs more than it saves
+MIN_CHUNK = 32768
+
+_BITS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.uint8: torch.uint8,
+}
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+# OpenMP kills a forked child (a DataLoader worker) that enters a parallel region, so there the kernels run serially
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def array(x: Tensor) -> np.ndarray:
+    """The bits of `x` as a flat array that shares its memory where it is contiguous."""
+    return x.detach().contiguous().view(_BITS[x.dtype]).numpy().reshape(-1)
+
+
+def chunks_for(x: Tensor) -> int:
+    """Into how many chunks, each for a thread, a kernel should split `x`; 1: run the serial form."""
+    chunks = min(torch.get_num_threads(), x.numel() // MIN_CHUNK)
+    return chunks if chunks > 1 and not _forked and _has_safe_threads() else 1
+
+
+@functools.cache
+def _has_safe_threads() -> bool:
+    """True where Numba has a threading layer that several threads may enter; its own `workqueue` aborts then."""
+    from numba.np.ufunc import parallel
+
+    if numba.config.THREADING_LAYER == "default":  # type: ignore[attr-defined]
+        try:
+            from numba.np.ufunc import omppool  # type: ignore[attr-defined]  # noqa: F401
+        except ImportError:
+            return False
+        numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
+    parallel._launch_threads()
+    return numba.threading_layer() != "workqueue"

@@ -1,0 +1,62 @@
+"""Numba kernels of the CPU for stochastic casts with one scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from narrowgauge.numerics.kernels import numba_rows, numba_tiles
+from narrowgauge.numerics.kernels.numba_tiles import RUN
+
+f32 = np.float32
+
+
+@njit(nogil=True, cache=True)
+def cast_flat_serial(
+    x: Any, scale: float, first: int, last: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any
+) -> None:
+    """Cast runs `first` to `last` of `x`; the arguments are those of `numba_tiles.cast_tiles_serial`."""
+    scratch = numba_tiles.new_scratch()
+    scratch[0][:] = f32(scale)
+    scratch[1][:] = f32(1.0)
+    for run in range(first, last):
+        stop = min(run * RUN + RUN, len(x))
+        numba_tiles.cast_run(x, run * RUN, stop, layout, random, codes, carrier, counts, scratch)
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def cast_flat_parallel(
+    x: Any, scale: float, items: int, chunks: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any
+) -> None:
+    """`cast_flat_serial` over chunks of runs in parallel."""
+    size = (items + chunks - 1) // chunks
+    counted = np.zeros((chunks, len(counts)), np.int64)
+    for c in prange(chunks):
+        first, last = min(c * size, items), min(c * size + size, items)
+        cast_flat_serial(x, scale, first, last, layout, random, codes, carrier, counted[c])
+    for c in range(chunks):
+        for k in range(len(counts)):
+            counts[k] += counted[c, k]
+
+
+@njit(nogil=True, cache=True)
+def cast_bf16_serial(x: Any, scale: float, first: int, last: int, key: int, stream: int, out: Any) -> None:
+    """out (uint16) = x * scale in bfloat16, stochastically rounded, of runs `first` to `last`."""
+    scales, scaled = np.empty(RUN, np.float32), np.empty(RUN, np.int32)
+    words = np.empty(RUN, np.int32)
+    scales[:] = f32(scale)
+    for run in range(first, last):
+        start, stop = run * RUN, min(run * RUN + RUN, len(x))
+        numba_rows.scale_row(x[start:stop], scales, scaled)
+        numba_rows.draw_row(key, stream, start // 4, words[: (stop - start + 3) // 4 * 4])
+        numba_rows.narrow_row(scaled, words, out[start:stop])
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def cast_bf16_parallel(x: Any, scale: float, items: int, chunks: int, key: int, stream: int, out: Any) -> None:
+    """`cast_bf16_serial` over chunks of runs in parallel."""
+    size = (items + chunks - 1) // chunks
+    for c in prange(chunks):
+        cast_bf16_serial(x, scale, min(c * size, items), min(c * size + size, items), key, stream, out)
