@@ -9,16 +9,15 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics import philox
+from narrowgauge.numerics import packing, philox
 from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors import rules, tiles
 from narrowgauge.tensors.cast import cast_storage, check_castable
 from narrowgauge.tensors.parts import check_parts, scale_dtype
-from narrowgauge.tensors.values import as_bytes, decode, values_of
+from narrowgauge.tensors.values import as_bytes, dequantize, values_of
 from narrowgauge.tensors.views import ReadOnlyView
 
 _set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
@@ -132,10 +131,27 @@ class QuantizedTensor(Tensor):
 
         Multiplied in float32 and rounded once. Gradients flow through it unchanged.
         """
-        dtype = dtype or self.dtype
-        if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype)
-        return decode(self, dtype)
+        return dequantize(self, dtype or self.dtype)
+
+    def packed(self) -> Tensor:
+        """The codes of a 4- or 6-bit format packed along the rows, a copy: uint8, see `numerics.packing`.
+
+        Raises NarrowgaugeError for formats of whole bytes: their codes are packed as they are.
+        """
+        return packing.pack(self.codes, self.spec.format.bits)
+
+    @classmethod
+    def from_packed(
+        cls,
+        packed: Tensor,
+        dequant_scale: Tensor,
+        spec: CastSpec,
+        columns: int,
+        dtype: torch.dtype = torch.float32,
+        amax: Tensor | None = None,
+    ) -> QuantizedTensor:
+        """The tensor whose `packed()` codes, of that many columns, these are; the rest as for the class itself."""
+        return cls(packing.unpack(packed, spec.format.bits, columns), dequant_scale, spec, dtype, amax)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -229,19 +245,6 @@ class QuantizedTensor(Tensor):
         values = repr(self.detach().dequantize().float()).removeprefix("tensor(").removesuffix(")")
         scale = f"{self.dequant_scale.item():.6g}" if not self.spec.in_blocks else _summary(self.dequant_scale)
         return f"QuantizedTensor({values}, {about}, dequant_scale={scale})"
-
-
-class _Dequantize(torch.autograd.Function):
-    """`dequantize` with the gradient passed through: to autograd the tensor is the values that it stands for."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = q.dtype  # type: ignore[attr-defined]
-        return decode(q, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad.to(ctx.dtype), None
 
 
 def quantize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics import kernels, philox
@@ -28,6 +29,24 @@ def decode(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     codes = q.codes.permute(order)
     values = kernels.dequantize(codes, q.dequant_scale, q.spec.format, dtype)
     return values.permute([order.index(d) for d in range(q.ndim)])
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """`decode`, with a gradient where `q` takes one."""
+    return _Dequantize.apply(q, dtype) if torch.is_grad_enabled() and q.requires_grad else decode(q, dtype)
+
+
+class _Dequantize(torch.autograd.Function):
+    """`dequantize` with the gradient passed through: to autograd the tensor is the values that it stands for."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = q.dtype  # type: ignore[attr-defined]
+        return decode(q, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.to(ctx.dtype), None
 
 
 def values_of(q: QuantizedTensor) -> Tensor:

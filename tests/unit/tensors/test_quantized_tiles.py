@@ -194,6 +194,27 @@ def test_modules_load_each_others_state(spec: CastSpec) -> None:
     assert_same(weight, quantize(torch.ones(20, 40), spec))
 
 
+# packed codes
+
+
+@pytest.mark.parametrize("spec", [NV, CastSpec(E3M2FN, Block(1, 32), E8M0_UP), CastSpec(E2M1FN, PER_ROW)], ids=str)
+@pytest.mark.parametrize("shape", [(20, 40), (3, 7), (2, 3, 41), (0, 8)])
+def test_packed_codes_come_back(spec: CastSpec, shape: tuple[int, ...]) -> None:
+    q = quantize(seeded(*shape), spec)
+    packed = q.packed()
+    assert packed.dtype is torch.uint8 and packed.shape == (*shape[:-1], -(-shape[-1] * spec.format.bits // 8))
+    again = QuantizedTensor.from_packed(packed, q.dequant_scale, spec, shape[-1], amax=q.amax)
+    assert_same(again, q)
+
+
+def test_the_even_column_is_in_the_low_nibble() -> None:
+    values = torch.tensor([[0.5, 1.0, -6.0]])  # codes 1, 2, 15
+    q = quantize(values, CastSpec(E2M1FN, PER_ROW, CURRENT_POW2))
+    assert q.codes.tolist() == [[1, 2, 15]] and q.packed().tolist() == [[0x21, 0x0F]]
+    with pytest.raises(NarrowgaugeError, match="codes of 8 bits are bytes already"):
+        make(FREE).packed()
+
+
 # compiled code
 
 
