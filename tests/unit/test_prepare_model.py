@@ -126,7 +126,7 @@ def test_moments_made_in_half_follow_their_parameter() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16_pure"])  # its .grad has 8 bits
 def test_accumulation_of_gradients_is_exact(recipe: str) -> None:  # case 28
     layer = nn.Linear(1, 1, bias=False)
     # one input and one output are quantized, too; powers of two, so that every value comes back from its codes exactly
@@ -135,7 +135,8 @@ def test_accumulation_of_gradients_is_exact(recipe: str) -> None:  # case 28
         pow2 = {role: ng.CastSpec(getattr(chosen, role).format, scale=ng.CURRENT_POW2) for role in OPERAND_ROLES}
         chosen = chosen.replace(**pow2)
     ng.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0), chosen)
-    assert isinstance(layer, Linear) is (recipe != "fp32") and getattr(layer, "quantized", False) is ("fp8" in recipe)
+    assert isinstance(layer, Linear) is (recipe != "fp32")
+    assert getattr(layer, "quantized", False) is (recipe not in ("fp32", "tf32", "bf16", "fp16", "fp16_pure"))
     for value in (256.0, 1.0, -256.0):
         layer(torch.tensor([[value]])).float().sum().backward()
     assert layer.weight.grad.item() == 1.0
@@ -223,19 +224,22 @@ def test_adams_epsilon_does_not_vanish(recipe: str, options: dict[str, bool], ki
 def test_tied_weights_stay_tied_and_are_stepped_once(recipe: str) -> None:  # case 55
     model = Tied()
     count = sum(p.numel() for p in model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rate = 1.0 if recipe == "bf16_pure" else 0.1  # a step that its rounding does not drown
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     ng.prepare(model, optimizer, recipe)
     assert model.lm_head.weight is model.embedding.weight
     assert sum(p.numel() for p in model.parameters()) == count
     assert sum(p is model.lm_head.weight for p in optimizer.param_groups[0]["params"]) == 1
     before = model.lm_head.weight.detach().float().clone()
     loss_of(model).backward()
-    gradient = model.lm_head.weight.grad.clone()
+    gradient = model.lm_head.weight.grad.float()
     optimizer.step()
     moved = before - model.lm_head.weight.detach().float()
-    step = (0.1 * gradient).abs().max().item()
-    tolerance = 2**-10 * before.abs().max().item() if recipe == "fp16_pure" else 1e-6
-    assert torch.allclose(moved, 0.1 * gradient, rtol=0, atol=tolerance) and tolerance < 0.5 * step
+    step = (rate * gradient).abs().max().item()
+    # half a unit in the last place of the largest weight; a whole one where rounding is stochastic
+    units = {"fp16_pure": 2**-10, "bf16_pure": 2**-7}
+    tolerance = units[recipe] * before.abs().max().item() if recipe in units else 1e-6
+    assert torch.allclose(moved, rate * gradient, rtol=0, atol=tolerance) and tolerance < 0.5 * step
     model.to("cpu")
     model.load_state_dict(model.state_dict())
     assert model.lm_head.weight is model.embedding.weight

@@ -95,7 +95,7 @@ def _kept_by_itself(layer: Candidate, recipe: Recipe) -> str | None:
 
 
 def _kept_at_the_ends(names: Sequence[str], recipe: Recipe) -> dict[str, str]:
-    first, last = (math.ceil(n * len(names)) if isinstance(n, float) else n for n in recipe.first_last)
+    first, last = (math.floor(n * len(names) + 0.5) if isinstance(n, float) else int(n) for n in recipe.first_last)
     reasons = {name: f"among the last {last} selected layers" for name in (names[-last:] if last else [])}
     return reasons | {name: f"among the first {first} selected layers" for name in names[:first]}
 

@@ -53,7 +53,7 @@ class Recipe:
     include, exclude: globs over module names; a layer is quantized if it matches `include` and not `exclude`. The
         head, `lm_head`, joins only if asked: by an `include` that spells it, e.g. ("*", "*lm_head"), or `exclude=()`.
     first_last: how many of the layers so selected stay in the compute dtype at the (start, end): numbers of layers, or
-        shares below 1 of all selected ones, rounded up.
+        shares below 1 of all selected ones, to the nearest number.
     min_size: layers with fewer input or output features stay in the compute dtype.
     embeddings: whether embedding tables take part in `param`, `grad` and the optimizer-state roles.
     evaluation: what quantized layers run in under `model.eval()`: "same", "compute", or a format (E4M3FN, E5M2) for

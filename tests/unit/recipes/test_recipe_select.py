@@ -105,10 +105,11 @@ def test_a_root_layer_has_the_empty_name():
     assert select([Candidate("", 64, 64)], ng.recipe("fp8_delayed"))[0].quantized
 
 
-def test_shares_of_the_selected_layers_are_rounded_up():
+def test_shares_of_the_selected_layers_are_rounded_to_the_nearest_number():
     assert quantized(first_last=(0.2, 0.4)) == NAMES[1:3]  # of five: 1 and 2
-    assert quantized(first_last=(0.21, 0.0)) == NAMES[2:5]
-    assert quantized(first_last=(1, 0.01)) == NAMES[1:4]
+    assert quantized(first_last=(0.29, 0.0)) == NAMES[1:5]  # 1.45
+    assert quantized(first_last=(0.3, 0.0)) == NAMES[2:5]  # 1.5
+    assert quantized(first_last=(1, 0.09)) == NAMES[1:5]  # 0.45
     assert reasons(first_last=(0, 0.4))["blocks.1.mlp.down"] == "among the last 2 selected layers"
 
 
