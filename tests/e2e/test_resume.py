@@ -95,6 +95,14 @@ def test_the_journal_is_cut_back_to_the_checkpoint_first(make_config, ending) ->
     assert [row["step"] for row in contents.of_kind("resumed")] == [4]
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16_pure"])
+def test_stochastic_rounding_goes_on_in_its_stream(recipe: str, make_config, ending) -> None:
+    folder = RunFolder(run(make_config("a", recipe=recipe)).run_dir)
+    expected = ending(folder.path)
+    resume(folder.path, checkpoint="step-000004")
+    assert ending(folder.path) == expected
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_again(make_config, ending) -> None:
     folder = RunFolder(run(make_config("a")).run_dir)
     expected = ending(folder.path)

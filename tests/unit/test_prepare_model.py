@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -351,6 +352,11 @@ def test_float32_buffers_stay_float32_when_the_model_changes_dtype() -> None:  #
         ("master", CastSpec(FP32)),
         ("param", CastSpec(ng.formats.E4M3FN)),
         ("param", CastSpec(FP16)),
+        ("param", CastSpec(FP16, ng.PER_ROW, ng.CURRENT)),
+        ("param", CastSpec(FP16, scale=ng.TENSOR_POW2, rounding=ng.STOCHASTIC)),
+        ("param", CastSpec(ng.formats.E4M3FN, ng.Block(1, 32), ng.E8M0_UP)),
+        ("grad", CastSpec(BF16, rounding=ng.STOCHASTIC)),
+        ("exp_avg", CastSpec(BF16, rounding=ng.STOCHASTIC)),
         ("grad_comm", CastSpec(ng.formats.E4M3FN)),
         ("activation_comm", CastSpec(BF16)),
     ],
@@ -361,6 +367,22 @@ def test_roles_that_this_version_cannot_do_are_refused(role: str, spec: CastSpec
     with pytest.raises(ng.RecipeError, match=rf"{role}=\(.*\) is not supported by this version; expected"):
         ng.prepare(model, torch.optim.AdamW(model.parameters()), ng.recipe("fp8_current", **{role: spec}))
     assert [type(module) for module in model.modules()] == keys
+
+
+@pytest.mark.parametrize("field", ["grad", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, None])
+def test_stochastic_bfloat16_parameters_have_bfloat16_gradients_and_float32_moments(kind: Any, field: str) -> None:
+    model = Tied()
+    optimizer = kind and kind(model.parameters(), lr=0.01)
+    other = CastSpec(FP32 if field == "grad" else BF16)
+    with pytest.raises(
+        ng.RecipeError, match=rf"'bf16_pure' with param=\(BF16, stochastic\): {field}=.*expected"
+    ):
+        ng.prepare(model, optimizer, ng.recipe("bf16_pure", **{field: other}))
+    with pytest.raises(ng.RecipeError, match="grad=.BF16, stochastic."):
+        ng.prepare(model, optimizer, ng.recipe("bf16_pure", grad=CastSpec(BF16, rounding=ng.STOCHASTIC)))
+    ng.prepare(model, optimizer, "bf16_pure")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_bfloat16_parameters_under_adam_must_say_what_the_moments_are() -> None:

@@ -44,7 +44,7 @@ def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
 
 
 def doubts(model: nn.Module, recipe: Recipe) -> list[str]:
-    """What is probably not meant: globs that match nothing, and a quantizing recipe that quantizes nothing."""
+    """What is probably not meant: globs that match nothing, quantizing or smoothing that concerns no layer."""
     candidates = _candidates(_linears(model))
     found = [
         f"recipe '{recipe.name}': '{glob}' matches no linear layer; check its spelling"
@@ -56,6 +56,13 @@ def doubts(model: nn.Module, recipe: Recipe) -> list[str]:
             f"recipe '{recipe.name}' quantizes the products of linear layers, and none of this model's is quantized: "
             f"{_why_none(selections)}; `narrowgauge.report(model)` has all reasons"
         )
+    for glob in recipe.smooth:
+        smoothed = [selection for selection in selections if fnmatchcase(selection.name, glob)]
+        if smoothed and not any(selection.quantized for selection in smoothed):
+            found.append(
+                f"recipe '{recipe.name}': smooth='{glob}' does nothing, because none of its layers is quantized: "
+                f"{_why_none(smoothed)}"
+            )
     return found
 
 

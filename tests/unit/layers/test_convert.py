@@ -236,6 +236,19 @@ def test_the_report_names_every_layer_with_backend_and_reason(mlp) -> None:
     assert report.counts() == {CONVERTED: 1, KEPT: 4, SKIPPED: 0}
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"smooth": "*.dwon"}, r"'\*.dwon' matches no linear layer; check its spelling"),
+        ({"smooth": "1", "exclude": "1"}, "smooth='1' does nothing.*'1' is kept .matches exclude glob '1'"),
+    ],
+)
+def test_smoothing_of_no_layer_is_said(fields: dict[str, str], words: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.warns(UserWarning, match=words):
+        ng.convert(model, ng.recipe("fp8_current", **fields))
+
+
 def test_conversion_is_silent_for_the_named_recipes(mlp) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
