@@ -6,11 +6,14 @@ lowest bits of the first byte. Every row starts on a byte of its own: an odd las
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.numerics.kernels.dispatch import has_gpu_kernels
 from narrowgauge.numerics.kernels.tracing import is_traced
 
 # below this many codes a few torch operations are faster than the passage to Numba
@@ -85,19 +88,26 @@ def _check_bytes(x: Tensor, what: str) -> None:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    if not codes.is_cpu or codes.numel() < MIN_NUMBA:
-        return pack_in_torch(codes, bits)
-    from narrowgauge.numerics.kernels import cpu_packing
-
-    return cpu_packing.pack(codes, bits, packed_width(codes.shape[-1], bits))
+    fast = _fast_module(codes)
+    return pack_in_torch(codes, bits) if fast is None else fast.pack(codes, bits, packed_width(codes.shape[-1], bits))
 
 
 def _unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
-    if not packed.is_cpu or packed.numel() < MIN_NUMBA:
-        return unpack_in_torch(packed, bits, columns)
-    from narrowgauge.numerics.kernels import cpu_packing
+    fast = _fast_module(packed)
+    return unpack_in_torch(packed, bits, columns) if fast is None else fast.unpack(packed, bits, columns)
 
-    return cpu_packing.unpack(packed, bits, columns)
+
+def _fast_module(x: Tensor) -> ModuleType | None:
+    """The module whose kernels pack this tensor, loaded on first use; None for the torch operations."""
+    if has_gpu_kernels(x):
+        from narrowgauge.numerics.kernels import triton_packing
+
+        return triton_packing
+    if x.is_cpu and x.numel() >= MIN_NUMBA:
+        from narrowgauge.numerics.kernels import cpu_packing
+
+        return cpu_packing
+    return None
 
 
 _LIBRARY = torch.library.Library("narrowgauge", "FRAGMENT")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton_programs import run
 
-from narrowgauge.numerics import hadamard, kernels, rounding
+from narrowgauge.numerics import hadamard, kernels, packing, rounding
 from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.kernels import twin
@@ -85,3 +85,12 @@ def test_a_gpu_rounds_stochastically_to_the_bits_of_the_cpu(fmt: Format) -> None
 def test_a_gpu_transforms_to_the_bits_of_the_cpu() -> None:
     x = torch.randn(1001, 1030)
     assert same(kernels.transform(x.cuda(), hadamard.SIGNS), hadamard.transform(x, hadamard.SIGNS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 6])
+def test_a_gpu_packs_to_the_bytes_of_the_cpu(bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (1001, 1030), dtype=torch.uint8)
+    packed = packing.pack(codes.cuda(), bits)
+    assert same(packed, packing.pack_in_torch(codes, bits))
+    assert same(packing.unpack(packed, bits, 1030), codes)

@@ -9,7 +9,7 @@ from triton_compiled import build
 
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, Block
-from narrowgauge.numerics.kernels import triton_cast, triton_hadamard
+from narrowgauge.numerics.kernels import triton_cast, triton_hadamard, triton_packing
 from narrowgauge.numerics.kernels import triton_tiles as kernels
 from narrowgauge.numerics.kernels.triton_blocks import Plan
 from narrowgauge.numerics.kernels.triton_round import fields_of
@@ -67,6 +67,12 @@ def build_all(target: int) -> list[str]:
     built.append(build(triton_hadamard.hadamard_kernel, signature, {"WIDTH": triton_hadamard.WIDTH}, target))
     signature = {"x": "*fp32", "scale": "*fp32", "out": "*i16", "key": "*i64", "stream": "i32", "length": "i64"}
     built.append(build(triton_cast.bfloat16_kernel, signature, {"BLOCK": triton_cast.BLOCK}, target))
+    numbers = dict.fromkeys(("rows", "columns", "width", "programs_across"), "i32")
+    for bits in (4, 6):
+        constants = {"BITS": bits, "HEIGHT": triton_packing.HEIGHT, "WIDTH": triton_packing.WIDTH}
+        for kernel in (triton_packing.pack_kernel, triton_packing.unpack_kernel):
+            source = "packed" if kernel is triton_packing.unpack_kernel else "codes"
+            built.append(build(kernel, {source: "*u8", "out": "*u8", **numbers}, constants, target))
     return built
 
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton_interpreted import assert_bits_equal
 
-from narrowgauge.numerics import hadamard, kernels, philox
+from narrowgauge.numerics import hadamard, kernels, packing, philox, rounding
 from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
-from narrowgauge.numerics.kernels import dispatch, triton_blocks, triton_cast, triton_hadamard, twin
-from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_UP, NVFP4, ScaleRule
+from narrowgauge.numerics.kernels import dispatch, triton_blocks, triton_cast, triton_hadamard, triton_packing, twin
+from narrowgauge.numerics.kernels.triton_round import encode, fields_of
+from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_RULES, E8M0_UP, NVFP4, ScaleRule
 
 FORMATS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN)
 RULES = tuple(ScaleRule)
@@ -147,6 +150,57 @@ def check_words() -> None:
     assert len(seen) == 6
 
 
+@triton.jit
+def encode_kernel(x, words, codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, 4096)
+    code = encode(tl.load(x + place), tl.load(words + place).to(tl.uint32), EXPONENT, MANTISSA, TOP, True)
+    tl.store(codes + place, code.to(tl.uint8))
+
+
+def check_thresholds() -> None:
+    """Words that just do, and just do not, round upwards; values of every exponent, and none."""
+    draw = torch.Generator().manual_seed(2)
+    bits = torch.arange(0, 0x7F800000, 0x7F800000 // 511)[:512] + torch.randint(0, 1 << 20, (512,), generator=draw)
+    x = bits.clamp(max=0x7F7FFFFF).to(torch.int32).view(torch.float32).repeat_interleave(8)
+    for fmt in FORMATS:
+        x[:2048] = torch.randn(2048, generator=draw) * fmt.max / 4
+        lower = rounding.round_stochastically(x, fmt, torch.full((4096,), (1 << 32) - 1)).double()
+        gap = rounding.round_stochastically(x, fmt, torch.zeros(4096, dtype=torch.int64)).double() - lower
+        share = ((x - lower) / gap.where(gap != 0, 1.0) * 2.0**24).ceil().long().clamp(1, (1 << 24) - 1)
+        words = torch.stack([share - 1, share], dim=1)[torch.arange(4096), torch.arange(4096) % 2] << 8
+        words[::5] = 0
+        words[1::5] += 255
+        found = torch.empty(4096, dtype=torch.uint8)
+        encode_kernel[(1,)](x, words, found, **fields_of(fmt))
+        assert_bits_equal(found.view(fmt.dtype), rounding.encode(x, fmt, saturating=True, words=words))
+
+
+def check_scales() -> None:
+    """Blocks of one value each, at the edges of every rule, and the two orders of NVFP4's products that differ."""
+    edges = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF]
+    for largest, exponent in itertools.product((1.0, *(fmt.max for fmt in FORMATS)), (-149, -127, -126, -125, 0, 118)):
+        bits = int(torch.tensor(largest * 2.0**exponent).view(torch.int32))
+        edges += [bits - 1, bits, bits + 1, bits + 3]
+    amax = torch.tensor(edges, dtype=torch.int32).clamp(0, 0x7F7FFFFF).view(torch.float32)
+    many = torch.rand(256 - len(amax), generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    x = torch.cat([amax, many])[:, None].expand(256, 16)
+    unlike = torch.tensor([[0.75], [0.5625], [0.0]]).expand(3, 16).contiguous()
+    endless = torch.tensor([[torch.inf], [3e38], [1.0]]).expand(3, 16).contiguous()
+    for rule in RULES:
+        for fmt in FORMATS if rule in E8M0_RULES else (E2M1FN, E5M2):
+            check_blocks(x, fmt, Block(1, 16), rule, None, torch.float32)
+    for y in (unlike, endless):
+        check_blocks(y, E2M1FN, Block(1, 16), NVFP4, None, torch.float32)
+
+
+def check_packing() -> None:
+    for bits, shape in ((4, (2, 5, 37)), (4, (2, 64)), (6, (7, 37)), (6, (3, 1032)), (6, (1, 2)), (4, (1,))):
+        codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        packed = packing.pack_in_torch(codes, bits)
+        assert torch.equal(triton_packing.pack(codes, bits, packed.shape[-1]), packed), (bits, shape)
+        assert torch.equal(triton_packing.unpack(packed, bits, shape[-1]), codes & ((1 << bits) - 1)), (bits, shape)
+
+
 def check_hadamard() -> None:
     for shape in ((16, 128), (37, 130), (1, 5)):
         for dtype in (torch.float32, torch.bfloat16):
@@ -159,10 +213,11 @@ def check_dispatch() -> None:
     """What `dispatch` would call for a CUDA tensor, with a CPU one."""
     calls: list[str] = []
     seen = (triton_blocks.quantize_blocks, triton_blocks.dequantize_blocks, triton_cast.quantize, triton_cast.count)
-    seen += (triton_cast.round_to_bfloat16, triton_hadamard.transform)
+    seen += (triton_cast.round_to_bfloat16, triton_hadamard.transform, triton_packing.pack, triton_packing.unpack)
     for function in seen:
         setattr(sys.modules[function.__module__], function.__name__, counting(function, calls))
-    dispatch._has_gpu_kernels = lambda x, suits: suits
+    dispatch.has_gpu_kernels = packing.has_gpu_kernels = lambda x: True
+    dispatch._fast_module = lambda x, suits, least=0: triton_cast if suits else None
     x, block = matrix(16, 64), Block(1, 16)
     found = kernels.quantize_blocks(x, E2M1FN, block, NVFP4, carrier=torch.float32, count=True, key=KEY, stream=STREAM)
     expected = twin.quantize_blocks(x, E2M1FN, block, NVFP4, KEY, STREAM, True, torch.float32, True)
@@ -176,6 +231,8 @@ def check_dispatch() -> None:
     rounded = kernels.quantize(x, None, BF16, key=KEY, stream=STREAM)
     assert_bits_equal(rounded.codes, twin.quantize(x, None, BF16, None, True, None, False, KEY, STREAM)[0])
     assert_bits_equal(kernels.transform(x, hadamard.SIGNS), hadamard.transform(x, hadamard.SIGNS))
+    packed = packing.pack(codes, 4)
+    assert torch.equal(packed, packing.pack_in_torch(codes, 4)) and torch.equal(packing.unpack(packed, 4, 64), codes)
     assert sorted(calls) == sorted(function.__name__ for function in seen), calls
 
 
@@ -191,6 +248,9 @@ def counting(function: Callable[..., Any], calls: list[str]) -> Callable[..., An
 
 if __name__ == "__main__":
     check_words()
+    check_thresholds()
+    check_scales()
+    check_packing()
     check_tensors()
     check_hadamard()
     check_every_format_and_rule()

@@ -273,7 +273,7 @@ def _fast_module(x: Tensor, suits: bool, least: int = MIN_NUMBA) -> ModuleType |
         from narrowgauge.numerics.kernels import cpu
 
         return cpu
-    if _has_gpu_kernels(x, suits):
+    if has_gpu_kernels(x):
         from narrowgauge.numerics.kernels import triton_cast
 
         return triton_cast
@@ -285,7 +285,7 @@ def _fast_module(x: Tensor, suits: bool, least: int = MIN_NUMBA) -> ModuleType |
 
 def _tile_module(x: Tensor, suits: bool) -> ModuleType | None:
     """As `_fast_module`, for casts with a scale for each tile."""
-    if _has_gpu_kernels(x, suits):
+    if suits and has_gpu_kernels(x):
         from narrowgauge.numerics.kernels import triton_blocks
 
         return triton_blocks
@@ -298,7 +298,7 @@ def _tile_module(x: Tensor, suits: bool) -> ModuleType | None:
 
 def _hadamard_module(x: Tensor, suits: bool) -> ModuleType | None:
     """As `_fast_module`, for the Hadamard transform."""
-    if _has_gpu_kernels(x, suits):
+    if suits and has_gpu_kernels(x):
         from narrowgauge.numerics.kernels import triton_hadamard
 
         return triton_hadamard
@@ -309,9 +309,9 @@ def _hadamard_module(x: Tensor, suits: bool) -> ModuleType | None:
     return None
 
 
-def _has_gpu_kernels(x: Tensor, suits: bool) -> bool:
-    """True where Triton takes this tensor."""
-    return x.is_cuda and suits and x.numel() > 0 and _has_triton()
+def has_gpu_kernels(x: Tensor) -> bool:
+    """True where a Triton kernel can take this tensor."""
+    return x.is_cuda and x.numel() > 0 and _has_triton()
 
 
 @functools.cache
