@@ -45,7 +45,7 @@ def plan(rows: int, columns: int, block: Block) -> Plan:
     height, width = min(height, rows), min(width, columns)
     if height == 1 and columns % width == 0:
         rows, columns = 1, rows * columns
-    wanted = max(_PART_BYTES // (4 * height), 64) if height > 1 else numba_tiles.RUN
+    wanted = max(_PART_BYTES // (4 * height), 512) if height > 1 else 4 * numba_tiles.RUN
     part = max(min(wanted, columns) // width, 1) * width
     return Plan((rows, columns), (height, width), part, -(-rows // height) * -(-columns // part))
 

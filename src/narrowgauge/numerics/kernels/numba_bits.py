@@ -92,3 +92,62 @@ def stream_line(typing_context: Any, source: Any, i: Any, target: Any, j: Any) -
         return context.get_dummy_value()
 
     return types.void(source, types.intp, target, types.intp), codegen
+
+
+@intrinsic
+def borrow(typing_context: Any, array: Any) -> Any:
+    """The same array without its reference count, whose atomic updates would cost more than a short loop.
+
+    The caller holds a reference for as long as the result is used: an argument is held by its own caller.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(array)(context, builder, arguments[0])
+        view.meminfo = ir.Constant(view.meminfo.type, None)
+        view.parent = ir.Constant(view.parent.type, None)
+        return view._getvalue()
+
+    return array(array), codegen
+
+
+def _maximum_of(count: int) -> Any:
+    """An intrinsic for the largest magnitude among `count` elements from number `i` on, unchecked: their type, as bits.
+
+    The loop over a slice has no length that LLVM knows, and spends more on its ends than on 16 values.
+    """
+
+    @intrinsic
+    def largest(typing_context: Any, array: Any, i: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = context.make_array(array)(context, builder, arguments[0]).data
+            element = data.type.pointee
+            vector = ir.VectorType(element, count)
+            values = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer()), align=1)
+            magnitude = ir.Constant(element, (1 << element.width - 1) - 1)
+            values = builder.and_(values, ir.Constant(vector, [magnitude] * count))
+            name = f"llvm.vector.reduce.smax.v{count}i{element.width}"
+            reduce = builder.module.declare_intrinsic(name, (), ir.FunctionType(element, [vector]))
+            return builder.call(reduce, [values])
+
+        return array.dtype(array, types.intp), codegen
+
+    return largest
+
+
+largest_of_16, largest_of_32 = _maximum_of(16), _maximum_of(32)
+
+
+@intrinsic
+def fill_16(typing_context: Any, array: Any, i: Any, value: Any) -> Any:
+    """array[i : i + 16] = value, in float32, unchecked."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        vector = ir.VectorType(data.type.pointee, 16)
+        target = builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer())
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.Constant(ir.IntType(32), 0))
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), 16), [ir.Constant(ir.IntType(32), 0)] * 16)
+        builder.store(builder.shuffle_vector(one, one, everywhere), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), codegen

@@ -55,49 +55,72 @@ def scale_row(x: Any, scales: Any, scaled: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
-    """codes = encode(scaled), to nearest even, saturating."""
+def _fields(layout: Any) -> tuple[int, int, int, int, int, int, int]:
+    """What encoding takes of a layout: shift, align, least, top, code of the smallest normal, sign shift, sign bit."""
     shift, least, top = i32(layout[0]), i32(layout[1]), i32(layout[2])
-    sign_shift, nan_mask = i32(layout[3]), i32(layout[4])
-    sign_bit = shift_right(SIGN, sign_shift)
     align = i32(shift << 23)
     first = shift_right(i32(least + align), shift)
-    for i in range(len(codes)):
-        bits = scaled[i]
-        magnitude = i32(bits & MAGNITUDE)
-        clamped = i32(min(magnitude, top))
-        # a power of two whose ulp is the distance of the format's values here: adding it rounds, ties to even, once
-        grid = i32(max(i32(clamped & INFINITY), least) + align)
-        steps = i32(bits_of(f32(float_of(clamped) + float_of(grid))) - grid)
-        sign = i32(shift_right(bits, sign_shift) & sign_bit)
-        code = i32(i32(i32(shift_right(grid, shift) + steps) - first) | sign)
-        codes[i] = np.uint8(i32(i32(sign | i32(0x7F)) & nan_mask) if magnitude > INFINITY else code)
+    return shift, align, least, top, first, i32(layout[3]), shift_right(SIGN, i32(layout[3]))
 
 
 @njit(nogil=True, cache=True)
-def round_row(scaled: Any, layout: Any) -> None:
-    """scaled = decode(encode(scaled)), in place, but for NaN, which stays."""
+def _encode(bits: int, nan_mask: int, fields: Any) -> int:
+    shift, align, least, top, first, sign_shift, sign_bit = fields
+    magnitude = i32(bits & MAGNITUDE)
+    clamped = i32(min(magnitude, top))
+    # a power of two whose ulp is the distance of the format's values here: adding it rounds, ties to even, once
+    grid = i32(max(i32(clamped & INFINITY), least) + align)
+    steps = i32(bits_of(f32(float_of(clamped) + float_of(grid))) - grid)
+    sign = i32(shift_right(bits, sign_shift) & sign_bit)
+    code = i32(i32(i32(shift_right(grid, shift) + steps) - first) | sign)
+    return i32(i32(sign | i32(0x7F)) & nan_mask) if magnitude > INFINITY else code
+
+
+@njit(nogil=True, cache=True)
+def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
+    """codes = encode(scaled), to nearest even, saturating."""
+    nan_mask, fields = i32(layout[4]), _fields(layout)
+    for i in range(len(codes)):
+        codes[i] = np.uint8(_encode(scaled[i], nan_mask, fields))
+
+
+@njit(nogil=True, cache=True)
+def scale_and_encode_row(x: Any, scales: Any, layout: Any, codes: Any) -> None:
+    """codes = encode(x * scales), to nearest even, saturating."""
+    nan_mask, fields = i32(layout[4]), _fields(layout)
+    for i in range(len(codes)):
+        codes[i] = np.uint8(_encode(bits_of(f32(widen(x[i]) * scales[i])), nan_mask, fields))
+
+
+@njit(nogil=True, cache=True)
+def carry_row(scaled: Any, layout: Any, factors: Any, carrier: Any) -> None:
+    """carrier = decode(encode(scaled)) * factors, as bits: see `multiply_row`."""
     shift, least, top = i32(layout[0]), i32(layout[1]), i32(layout[2])
     align = i32(shift << 23)
-    for i in range(len(scaled)):
+    for i in range(len(carrier)):
         bits = scaled[i]
         magnitude = i32(bits & MAGNITUDE)
         clamped = i32(min(magnitude, top))
         grid = float_of(i32(max(i32(clamped & INFINITY), least) + align))
         value = bits_of(f32(f32(float_of(clamped) + grid) - grid))
-        scaled[i] = i32((NAN if magnitude > INFINITY else value) | i32(bits & SIGN))
+        value = i32((NAN if magnitude > INFINITY else value) | i32(bits & SIGN))
+        product = bits_of(f32(float_of(value) * factors[i]))
+        carrier[i] = _bfloat16_bits(product) if carrier.itemsize == 2 else product
+
+
+@njit(nogil=True, cache=True)
+def _bfloat16_bits(bits: int) -> int:
+    """Bits of bfloat16, rounded to nearest even from those of a float32."""
+    rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
+    return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
 
 
 @njit(nogil=True, cache=True)
 def multiply_row(values: Any, factors: Any, out: Any) -> None:
     """out = values * factors, as bits: int32 (float32), or uint16 (bfloat16, rounded once to nearest even)."""
     for i in range(len(out)):
-        bits = bits_of(f32(float_of(values[i]) * factors[i]))
-        if out.itemsize == 2:
-            rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
-            out[i] = i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
-        else:
-            out[i] = bits
+        product = bits_of(f32(float_of(values[i]) * factors[i]))
+        out[i] = _bfloat16_bits(product) if out.itemsize == 2 else product
 
 
 @njit(nogil=True, cache=True)

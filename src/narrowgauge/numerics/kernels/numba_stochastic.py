@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from narrowgauge.numerics.kernels import numba_rows, numba_tiles
-from narrowgauge.numerics.kernels.numba_tiles import RUN
+from narrowgauge.numerics.kernels import numba_rows
+from narrowgauge.numerics.kernels.numba_bits import borrow
+from narrowgauge.numerics.kernels.numba_tiles import RUN, borrow_all, cast_run, new_scratch
 
 f32 = np.float32
 
@@ -18,12 +19,19 @@ def cast_flat_serial(
     x: Any, scale: float, first: int, last: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any
 ) -> None:
     """Cast runs `first` to `last` of `x`; the arguments are those of `numba_tiles.cast_tiles_serial`."""
-    scratch = numba_tiles.new_scratch()
+    _cast_runs(borrow(x), scale, first, last, layout, random, borrow(codes), borrow(carrier), counts, new_scratch())
+
+
+@njit(nogil=True, cache=True)
+def _cast_runs(
+    x: Any, scale: float, first: int, last: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any,
+    run: Any,
+) -> None:  # fmt: skip
+    scratch, counts = borrow_all(run), borrow(counts)
     scratch[0][:] = f32(scale)
     scratch[1][:] = f32(1.0)
-    for run in range(first, last):
-        stop = min(run * RUN + RUN, len(x))
-        numba_tiles.cast_run(x, run * RUN, stop, layout, random, codes, carrier, counts, scratch)
+    for start in range(first * RUN, min(last * RUN, len(x)), RUN):
+        cast_run(x, start, min(start + RUN, len(x)), layout, random, codes, carrier, counts, scratch)
 
 
 @njit(nogil=True, cache=True, parallel=True)
@@ -44,11 +52,15 @@ def cast_flat_parallel(
 @njit(nogil=True, cache=True)
 def cast_bf16_serial(x: Any, scale: float, first: int, last: int, key: int, stream: int, out: Any) -> None:
     """out (uint16) = x * scale in bfloat16, stochastically rounded, of runs `first` to `last`."""
-    scales, scaled = np.empty(RUN, np.float32), np.empty(RUN, np.int32)
-    words = np.empty(RUN, np.int32)
+    _cast_bf16_runs(borrow(x), scale, first, last, key, stream, borrow(out), new_scratch())
+
+
+@njit(nogil=True, cache=True)
+def _cast_bf16_runs(x: Any, scale: float, first: int, last: int, key: int, stream: int, out: Any, scratch: Any) -> None:
+    scales, _, scaled, words, _ = borrow_all(scratch)
     scales[:] = f32(scale)
-    for run in range(first, last):
-        start, stop = run * RUN, min(run * RUN + RUN, len(x))
+    for start in range(first * RUN, min(last * RUN, len(x)), RUN):
+        stop = min(start + RUN, len(x))
         numba_rows.scale_row(x[start:stop], scales, scaled)
         numba_rows.draw_row(key, stream, start // 4, words[: (stop - start + 3) // 4 * 4])
         numba_rows.narrow_row(scaled, words, out[start:stop])

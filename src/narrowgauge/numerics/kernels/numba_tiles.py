@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from narrowgauge.numerics.kernels import numba_rows, numba_scales
+from narrowgauge.numerics.kernels.numba_bits import bits_of, borrow, fill_16, largest_of_16, largest_of_32, widen
 
 i32 = np.int32
 
@@ -28,13 +29,12 @@ def largest_of_tiles(x: Any, width: int, largest: Any) -> None:
         numba_rows.raise_to(x, largest)
         return
     whole = len(x) // width
-    # constants let LLVM unroll the loop over a tile
     if width == 16:
         for t in range(whole):
-            largest[t] = numba_rows.largest_of(x[16 * t : 16 * t + 16])
+            largest[t] = bits_of(widen(largest_of_16(x, 16 * t)))
     elif width == 32:
         for t in range(whole):
-            largest[t] = numba_rows.largest_of(x[32 * t : 32 * t + 32])
+            largest[t] = bits_of(widen(largest_of_32(x, 32 * t)))
     else:
         for t in range(whole):
             largest[t] = numba_rows.largest_of(x[width * t : width * t + width])
@@ -45,22 +45,33 @@ def largest_of_tiles(x: Any, width: int, largest: Any) -> None:
 @njit(nogil=True, cache=True)
 def repeat(per_tile: Any, width: int, skipped: int, out: Any) -> None:
     """out = the value of each tile for each of its columns, after the first `skipped` columns of the first tile."""
-    n = len(out)
     if width == 1:
-        for j in range(n):
-            out[j] = per_tile[j]
-    elif width == 16 and skipped == 0 and n % 16 == 0:
-        for t in range(n // 16):
-            for j in range(16):
-                out[16 * t + j] = per_tile[t]
-    else:
-        start, t = 0, 0
-        while start < n:
-            stop = min(n, (t + 1) * width - skipped)
-            value = per_tile[t]
-            for j in range(start, stop):
-                out[j] = value
-            start, t = stop, t + 1
+        _copy(per_tile, out)
+        return
+    start, t, rest = 0, 0, width - skipped
+    while start < len(out):
+        stop = min(len(out), start + rest)
+        if (stop - start) % 16 == 0:
+            for at in range(start, stop, 16):
+                fill_16(out, at, per_tile[t])
+        else:
+            _fill(per_tile[t], out[start:stop])
+        start, t, rest = stop, t + 1, width
+
+
+# loops of their own, over whole arrays: an index that might be negative is not vectorized
+
+
+@njit(nogil=True, cache=True)
+def _fill(value: float, out: Any) -> None:
+    for j in range(len(out)):
+        out[j] = value
+
+
+@njit(nogil=True, cache=True)
+def _copy(values: Any, out: Any) -> None:
+    for j in range(len(out)):
+        out[j] = values[j]
 
 
 @njit(nogil=True, cache=True)
@@ -88,14 +99,28 @@ def cast_tiles_serial(
     stochastically, key, stream). codes, carrier (uint16 or int32), counts (int64 [2]): empty where not wanted. words,
     stored: the scales, see `numba_scales.scales_of`; one of the two is empty.
     """
+    most = (part + tile[1] - 1) // tile[1]
+    panel, floats = np.empty(part if tile[0] > 1 else 0, np.int32), np.empty((2, most), np.float32)
+    largest, scale_bytes, run = np.empty((2, most), np.int32), np.empty(most, np.uint8), new_scratch()
+    return _cast_parts(
+        borrow(x), shape, tile, part, first, last, rule, layout, tensor_amax, random, borrow(codes), borrow(carrier),
+        borrow(words), borrow(stored), counts, panel, largest, floats, scale_bytes, run,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _cast_parts(
+    x: Any, shape: Any, tile: Any, part: int, first: int, last: int, rule: int, layout: Any, tensor_amax: int,
+    random: Any, codes: Any, carrier: Any, words: Any, stored: Any, counts: Any, panel: Any, integers: Any, floats: Any,
+    scale_bytes: Any, run: Any,
+) -> int:  # fmt: skip
     rows, columns = shape
     height, width = tile
     across, parts = (columns + width - 1) // width, (columns + part - 1) // part
-    most = (part + width - 1) // width
-    panel = np.empty(part if height > 1 else 0, np.int32)
-    largest, scale_words, scale_bytes = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.uint8)
-    quant_scale, factor = np.empty(most, np.float32), np.empty(most, np.float32)
-    scratch = new_scratch()
+    panel, scale_bytes, counts = borrow(panel), borrow(scale_bytes), borrow(counts)
+    largest, scale_words = borrow(integers)[0], borrow(integers)[1]
+    quant_scale, factor = borrow(floats)[0], borrow(floats)[1]
+    scratch = borrow_all(run)
     most_of_all = i32(0)
     for item in range(first, last):
         band, left = item // parts, item % parts * part
@@ -134,11 +159,20 @@ def new_scratch() -> Any:
 
 
 @njit(nogil=True, cache=True)
+def borrow_all(scratch: Any) -> Any:
+    """The scratch arrays without their reference counts, see `borrow`."""
+    return borrow(scratch[0]), borrow(scratch[1]), borrow(scratch[2]), borrow(scratch[3]), borrow(scratch[4])
+
+
+@njit(nogil=True, cache=True)
 def cast_run(
     x: Any, start: int, stop: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any, scratch: Any
 ) -> None:
     """Cast values `start` to `stop`, at most `RUN`, by the scales and factors in the scratch arrays."""
     n = stop - start
+    if not (random[0] or len(carrier) or len(counts)):
+        numba_rows.scale_and_encode_row(x[start:stop], scratch[0], layout, codes[start:stop])
+        return
     scaled = scratch[2][:n]
     numba_rows.scale_row(x[start:stop], scratch[0], scaled)
     if len(counts):
@@ -153,8 +187,7 @@ def cast_run(
         numba_rows.encode_row(scaled, layout, scratch[4][:n])
         counts[1] += numba_rows.count_flushed(x[start:stop], scratch[4], layout[3])
     if len(carrier):
-        numba_rows.round_row(scaled, layout)
-        numba_rows.multiply_row(scaled, scratch[1], carrier[start:stop])
+        numba_rows.carry_row(scaled, layout, scratch[1], carrier[start:stop])
 
 
 @njit(nogil=True, cache=True, parallel=True)
