@@ -13,8 +13,8 @@ from narrowgauge.numerics import kernels, scaling
 from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2
 from narrowgauge.numerics.granularity import PER_ROW, Block
 from narrowgauge.numerics.scaling import CURRENT_POW2, E8M0_FLOOR, E8M0_UP, NVFP4
-from narrowgauge.ops.cuda.product import Side, scaled_product
-from narrowgauge.ops.cuda.routes import Machine, Route, native_of
+from narrowgauge.ops.cuda.product import Side, _e8m0_bytes, _pack, scaled_product
+from narrowgauge.ops.cuda.routes import Machine, Route, Scaling, native_of
 from narrowgauge.recipes.spec import CastSpec
 
 ADA, HOPPER, BLACKWELL = (Machine(c, (12, 9)) for c in ((8, 9), (9, 0), (10, 0)))
@@ -267,10 +267,34 @@ def test_float32_scales_by_rows_are_applied_after_the_sum_where_the_hardware_rou
     assert hardware.seen == [((T,), (T,), torch.float32)]
 
 
-def test_power_of_two_scales_become_bytes_exactly():
-    from narrowgauge.ops.cuda.product import _e8m0_bytes
+def test_two_codes_are_a_byte_the_even_column_in_the_low_bits():
+    side = operands("NVFP4", 16, 32, 16)[0]
+    packed = _pack(side, Scaling.NVFP4, E2M1FN).codes.view(torch.uint8)
+    assert torch.equal(packed & 15, side.codes[:, ::2]) and torch.equal(packed >> 4, side.codes[:, 1::2])
 
+
+def test_power_of_two_scales_become_bytes_exactly():
     scales = torch.ldexp(torch.ones(255), torch.arange(-127, 128)).reshape(1, 255)
     side = Side(torch.zeros(1, 255 * 32), E4M3FN, Block(1, 32), scales, None)
     assert torch.equal(_e8m0_bytes(side), torch.arange(255, dtype=torch.uint8).reshape(1, 255))
     assert _e8m0_bytes(side._replace(block_scale=torch.full((1, 255), torch.nan))).unique().tolist() == [255]
+
+
+@pytest.mark.parametrize("name", ["1x128 by 128x128", "NVFP4, 16x16"])
+def test_a_compiler_sees_one_graph_with_one_product(name):
+    graphs = []
+
+    def capture(module: torch.fx.GraphModule, inputs: list[Tensor]):
+        graphs.append([str(node.target) for node in module.graph.nodes])
+        return lambda *arguments: (torch.zeros(40, 33),)
+
+    def product(left: Side, right: Side) -> Tensor:
+        left_spec, right_spec, machine, *_ = CASES[name]
+        route = native_of(left_spec, right_spec, machine)
+        assert isinstance(route, Route)
+        return scaled_product(left, right, route, torch.bfloat16)
+
+    torch._dynamo.reset()
+    torch.compile(product, backend=capture, fullgraph=True)(*operands(name, 40, 70, 33))
+    ((*targets,),) = graphs
+    assert sum("_scaled_mm_v2" in target for target in targets) == 1
