@@ -46,8 +46,8 @@ def evaluate(
 ) -> Evaluation:
     """Read the same `batches` batches of the validation split each time (None, or more than there are: all of it).
 
-    Runs in eval mode and leaves mode, scales and random states as they were. Raises DataError where the split is
-    shorter than one sequence.
+    Runs in eval mode and leaves mode, scales and random states as they were; casts that are rounded stochastically take
+    the same random bits each time. Raises DataError where the split is shorter than one sequence.
     """
     stream = BatchStream(dataset.validation, batch_size, sequence_length, seed=0)
     everything = stream.sequences_per_epoch
@@ -58,13 +58,15 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        while stream.position < sequences:
-            stream.batch_size = min(batch_size, sequences - stream.position)  # the last batch may be smaller
-            ids, targets = stream.next()
-            _, loss = model(ids.to(device), targets.to(device))
-            total += float(loss) * len(ids)
-            tokens += targets.numel()
-            text_bytes += int(token_bytes[targets].sum())
+        with torch.random.fork_rng([device] if torch.device(device).type == "cuda" else []):
+            torch.manual_seed(0)
+            while stream.position < sequences:
+                stream.batch_size = min(batch_size, sequences - stream.position)  # the last batch may be smaller
+                ids, targets = stream.next()
+                _, loss = model(ids.to(device), targets.to(device))
+                total += float(loss) * len(ids)
+                tokens += targets.numel()
+                text_bytes += int(token_bytes[targets].sum())
     finally:
         model.train(was_training)
     return Evaluation(total / sequences, tokens, text_bytes)
