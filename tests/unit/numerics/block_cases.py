@@ -88,15 +88,15 @@ def assert_equals_scalar_twin(
         ),
     ):
         assert quantized.codes is not None and quantized.carrier is not None
-        _assert_same(stored_bits(quantized.codes), expected.codes, _nan_codes(fmt))
-        _assert_same(stored_bits(quantized.dequant_scale), expected.scales, _nan_scales(rule))
-        _assert_same([[reference_bits(quantized.amax)]], [[expected.amax]], _is_nan)
+        assert_same(stored_bits(quantized.codes), expected.codes, _nan_codes(fmt))
+        assert_same(stored_bits(quantized.dequant_scale), expected.scales, nan_scales(rule))
+        assert_same([[reference_bits(quantized.amax)]], [[expected.amax]], is_nan)
         assert (int(quantized.saturated), int(quantized.flushed)) == (expected.saturated, expected.flushed)
         found = kernels.dequantize_blocks(
             quantized.codes, quantized.dequant_scale, fmt, block, torch.float32, quantized.amax
         )
-        _assert_same(stored_bits(found), values, _is_nan)
-        _assert_same(stored_bits(quantized.carrier), carried, _is_nan)
+        assert_same(stored_bits(found), values, is_nan)
+        assert_same(stored_bits(quantized.carrier), carried, is_nan)
 
 
 def reference_bits(value: Tensor) -> int:
@@ -104,23 +104,23 @@ def reference_bits(value: Tensor) -> int:
     return int(value.view(torch.int32)) & 0xFFFFFFFF
 
 
-def _is_nan(bits: int) -> bool:
+def is_nan(bits: int) -> bool:
     return bits % SIGN > INFINITY
 
 
 def _nan_codes(fmt: Format):
     if fmt.bits == 16:
         return lambda code: code % 0x8000 > 0x7C00
-    return lambda code: fmt.has_nan and _is_nan(reference.decode(code, fmt))
+    return lambda code: fmt.has_nan and is_nan(reference.decode(code, fmt))
 
 
-def _nan_scales(rule: ScaleRule):
+def nan_scales(rule: ScaleRule):
     if rule is NVFP4:
         return lambda byte: byte % 0x80 == 0x7F
-    return (lambda byte: byte == 0xFF) if rule in (E8M0_UP, E8M0_FLOOR) else _is_nan
+    return (lambda byte: byte == 0xFF) if rule in (E8M0_UP, E8M0_FLOOR) else is_nan
 
 
-def _assert_same(found: list[list[int]], expected: list[list[int]], is_nan) -> None:
+def assert_same(found: list[list[int]], expected: list[list[int]], is_nan) -> None:
     """Equal but for the sign and payload of NaN, which nothing defines."""
     assert [[-1 if is_nan(v) else v for v in row] for row in found] == [
         [-1 if is_nan(v) else v for v in row] for row in expected

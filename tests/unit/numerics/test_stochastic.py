@@ -154,7 +154,8 @@ def test_zeros_infinities_nan_and_what_lies_beyond_the_maximum_are_cast_as_to_ne
     x = torch.tensor(special + [float("nan")] * fmt.has_nan).repeat(64)
     found, nearest = rounded(x, fmt), rounding.decode(rounding.encode(x, fmt), fmt)
     assert torch.equal(found.nan_to_num(nan=123), nearest.nan_to_num(nan=123))
-    assert torch.equal(found.signbit(), nearest.signbit())
+    real = ~x.isnan()  # nothing defines the sign of NaN
+    assert torch.equal(found.signbit()[real], nearest.signbit()[real])
     if fmt.has_nan:
         assert found.isnan().sum() == 64
 
