@@ -8,6 +8,7 @@ from torch import Tensor
 from narrowgauge.layers.recipe_layer import RecipeLayer, check_operands, output_dtype
 from narrowgauge.ops import experts
 from narrowgauge.ops.grouped import grouped_linear
+from narrowgauge.ops.grouped_products import describe_products
 
 
 class GroupedLinear(RecipeLayer, experts.GroupedLinear):
@@ -21,6 +22,11 @@ class GroupedLinear(RecipeLayer, experts.GroupedLinear):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return (self.experts,)
+
+    def describe_products(self, device: torch.device) -> str:
+        """How many experts, and how their products are called on `device`."""
+        weight, has_bias = (self.out_features, self.in_features), self.bias is not None
+        return f"{self.experts} experts, {describe_products(self.training_casts, device, weight, has_bias)}"
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [tokens, in_features] in the order of the experts, counts int64 [experts] -> [tokens, out_features].

@@ -90,7 +90,7 @@ def _row(name: str, module: nn.Module) -> Row | None:
     kind = kind_of(module)
     if isinstance(module, RecipeLayer) and module.recipe is not None:  # whatever was registered on it since
         backend = module.training_casts.describe(_device(module))
-        experts = f"{module.experts} experts; " if isinstance(module, GroupedLinear) else ""
+        experts = f"{module.describe_products(_device(module))}; " if isinstance(module, GroupedLinear) else ""
         reason = f"{module.reason}; {experts}{_products(module)}"
         return Row(name, label, CONVERTED if module.quantized else KEPT, backend.name, reason)
     if kind is Kind.SKIPPED:

@@ -3,6 +3,8 @@
 Each expert's operands are cast as those of a layer of its own: no tile holds tokens of two experts, tiles down the
 tokens start anew at each expert, and a scale for a whole tensor is one for each expert's part of it. An expert without
 tokens casts nothing: its scaling state stays, and its gradients are zeros.
+
+`ops.grouped_products` multiplies the rows, in one call where the hardware has it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from narrowgauge.numerics.scaling import NVFP4
 from narrowgauge.ops import kernels
 from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.experts import group_sizes
+from narrowgauge.ops.grouped_products import Rows, times_weights
 from narrowgauge.ops.linear import NOTHING_DELAYED
 from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
 from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call
@@ -94,12 +97,12 @@ class _Call(NamedTuple):
         how = how._replace(stream=how.stream + STREAMS * part.expert)
         return self.caster._replace(delayed=slots).cast(role, x, how, **options)
 
-    def cast_rows(self, role: str, rows: Tensor, how: OperandCast, **options: Any) -> list[Cast]:
+    def cast_rows(self, role: str, rows: Tensor, how: OperandCast, **options: Any) -> Rows:
         """Cast each expert's rows: in one go where no scale is shared by two rows."""
         if not _casts_rows_apart(how):
-            return [self.cast(part, role, part.of(rows), how, **options) for part in self.parts]
+            return Rows([self.cast(part, role, part.of(rows), how, **options) for part in self.parts], None)
         whole = self.caster.cast(role, rows, how, **options)
-        return [_rows_of(whole, part) for part in self.parts]
+        return Rows([_rows_of(whole, part) for part in self.parts], whole)
 
     def cast_weights(self, weights: list[Tensor], how: OperandCast, **options: Any) -> list[Cast]:
         return [self.cast(p, "weight", weight, how, **options) for p, weight in zip(self.parts, weights, strict=True)]
@@ -140,21 +143,18 @@ class _GroupedLinear(torch.autograd.Function):
         )
         weights = functools.partial(call.cast_weights, call.weights_of(weight.detach(), factors))
         rights, kept = forward_casts("weight", weights, GRAD_INPUT if needs_x else None, casts, x.device)
-        backend = casts.backend(OUTPUT, x.device)
-        y = [
-            multiply(OUTPUT, left.factor(backend), right.factor(backend), backend, call.out_dtype, own_bias)
-            for left, right, own_bias in zip(lefts, rights, _of_each(bias, parts), strict=True)
-        ]
+        biases = [None if bias is None else bias[part.expert] for part in parts]
+        y = times_weights(OUTPUT, lefts, rights, biases, casts.backend(OUTPUT, x.device), call.out_dtype)
         # a wide copy of the weights would cost more than casting them again
         again = kept is not None and not kept[0].spec.format.is_narrow
         tensors: list[Tensor | None] = [factors, weight if again else None]
-        for gemm, each in ((GRAD_WEIGHT, inputs), (GRAD_INPUT, None if again else kept)):
+        for gemm, each in ((GRAD_WEIGHT, inputs and inputs.parts), (GRAD_INPUT, None if again else kept)):
             if each is not None:
                 ctx.saved[gemm.name] = _save(each, tensors)
         if again:
             ctx.saved[GRAD_INPUT.name] = None
         ctx.save_for_backward(*tensors)
-        return torch.cat(y)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -163,15 +163,19 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x, grad_weight, grad_bias = _zeros(ctx, grad_output)
         if not call.parts:
             return grad_x, grad_weight, grad_bias, None
+        grad_x = None
         saved_tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
         factors: Tensor | None = saved_tensors[0]
         gemms = [gemm for gemm in (GRAD_INPUT, GRAD_WEIGHT) if gemm.name in ctx.saved]
         make = functools.partial(call.cast_rows, "grad_output", grad_output)
         for gemm, backend, lefts in backward_casts(make, gemms, call.casts, grad_output.device):
             rights = _restored(ctx, gemm, saved_tensors)
-            for part, left, right in zip(call.parts, lefts, rights, strict=True):
-                into = part.of(grad_x) if gemm is GRAD_INPUT else grad_weight[part.expert]
-                into.copy_(multiply(gemm, left.factor(backend), right.factor(backend), backend, into.dtype))
+            if gemm is GRAD_INPUT:
+                grad_x = times_weights(gemm, lefts, rights, [None] * len(rights), backend, call.input_dtype)
+                continue
+            for part, left, right in zip(call.parts, lefts.parts, rights, strict=True):
+                product = multiply(gemm, left.factor(backend), right.factor(backend), backend, call.weight_dtype)
+                grad_weight[part.expert] = product
         if factors is not None:  # powers of two: exact
             if grad_x is not None:
                 grad_x /= call.spread(factors).to(grad_x.dtype)
@@ -196,10 +200,6 @@ def _rows_of(whole: Cast, part: _Part) -> Cast:
         None if tensor is None else part.of(tensor) for tensor in (whole.codes, whole.carrier, whole.block_scale)
     )
     return whole._replace(codes=codes, carrier=carrier, block_scale=block_scale)
-
-
-def _of_each(bias: Tensor | None, parts: tuple[_Part, ...]) -> list[Tensor | None]:
-    return [None if bias is None else bias[part.expert] for part in parts]
 
 
 def _save(casts: list[Cast], tensors: list[Tensor | None]) -> list[Saved]:

@@ -78,7 +78,7 @@ def test_the_report_says_experts_and_why_a_layer_is_kept():
         ("first.down", "GroupedLinear", "kept"),
         ("narrow", "GroupedLinear", "kept"),
     ]
-    assert "4 experts; E4M3FN x E4M3FN, grad_output E5M2" in report["first.up"].reason
+    assert "4 experts, a product for each expert; E4M3FN x E4M3FN, grad_output E5M2" in report["first.up"].reason
     assert "matches exclude glob '*down'" in report["first.down"].reason
     assert "8 inputs: below min_size=16" in report["narrow"].reason
 

@@ -211,7 +211,7 @@ def test_a_delayed_cast_without_slots_is_refused():
 def test_stochastic_casts_take_other_bits_for_every_expert_and_repeat_for_a_seed():
     problem = Problem([8, 8, 8])
     problem.x, problem.weight = problem.x[:8].repeat(3, 1), problem.weight[:1].repeat(3, 1, 1)
-    problem.grad_output = problem.grad_output[:8].repeat(3, 1)
+    problem.grad_output, problem.bias = problem.grad_output[:8].repeat(3, 1), torch.zeros(3, N)
     casts = LinearCasts.of(ng.recipe("nvfp4").resolve("cpu").replace(emulation="exact"), quantized=True)
 
     def run(seed: int) -> dict[str, Tensor]:
