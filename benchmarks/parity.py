@@ -1,11 +1,12 @@
 """Validation loss of the reference model under each recipe: the mean of three seeds, all in one run.
 
-    python benchmarks/parity.py [--seeds 3] [--steps 600] [--recipes fp32 bf16 ...] [--workers 2] [--json]
+    python benchmarks/parity.py [--model moe] [--seeds 3] [--steps 600] [--recipes fp32 bf16 ...] [--workers 2] [--json]
 
 A byte-level GPT on the text of `pydoc_data.topics` (first 90 % for training), width 96, 3 blocks, context 64. The text
 differs between Python versions, so losses compare only within one run; its hash is in the result. `unscaled` is
 fp8_current without scales: it must be far worse, or the comparison proves nothing. NVFP4 has no goal: it is measured
-with and without its Hadamard transform and its stochastic rounding.
+with and without its Hadamard transform and its stochastic rounding. `--model moe` has four experts of half the width in
+place of each feed-forward network, two of which every token visits, and a clamped SwiGLU.
 """
 
 from __future__ import annotations
@@ -55,13 +56,19 @@ def make_recipe(name: str) -> ng.Recipe:
     return scaled.replace(name=name, **bare)
 
 
-def reference_model() -> GPT:
-    return GPT(
-        GPTConfig(
-            vocab_size=256, layers=3, width=96, heads=4, context=CONTEXT, ffn_width=384, positions="learned",
-            activation="swiglu", tied_embeddings=False, init_std=0.02,
-        )
+# what differs from the reference model
+MODELS = {
+    "dense": {},
+    "moe": {"experts": 4, "experts_per_token": 2, "ffn_width": 192, "swiglu_limit": 7.0},
+}
+
+
+def make_model(kind: str) -> GPT:
+    reference = GPTConfig(
+        vocab_size=256, layers=3, width=96, heads=4, context=CONTEXT, ffn_width=384, positions="learned",
+        activation="swiglu", tied_embeddings=False, init_std=0.02,
     )  # fmt: skip
+    return GPT(reference.replace(**MODELS[kind]))
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -77,11 +84,11 @@ def sample(data: torch.Tensor, batch: int, generator: torch.Generator) -> tuple[
     return windows[:, :-1], windows[:, 1:]
 
 
-def train(name: str, seed: int, steps: int) -> dict[str, float]:
+def train(name: str, seed: int, steps: int, kind: str) -> dict[str, float]:
     torch.set_num_threads(1)  # the model is too small for two, and one repeats bitwise
     text = load_text()
     torch.manual_seed(seed)
-    model = reference_model()
+    model = make_model(kind)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -118,35 +125,39 @@ def verdict(name: str, gap: float) -> bool:
     return gap > UNSCALED_LOSS_GAP if name == "unscaled" else abs(gap) <= ALLOWED_LOSS_GAP
 
 
-def figures(means: dict[str, float]) -> dict[str, dict[str, float]]:
+def figures(means: dict[str, float], kind: str) -> dict[str, dict[str, float]]:
     """Distance of every mean from fp32's, as the README's table reads it."""
     found = {}
+    of_model = "" if kind == "dense" else f" ({kind})"
     for name, mean in means.items():
         gap = mean - means.get("fp32", math.nan)
         if name == "unscaled":
-            found["validation loss of FP8 without scales, above fp32's"] = {
+            found[f"validation loss of FP8 without scales, above fp32's{of_model}"] = {
                 "measured": gap,
                 "at_least": UNSCALED_LOSS_GAP,
             }
         elif name != "fp32" and name not in VARIANTS:
-            label = f"validation loss of {name}, distance from fp32's"
+            label = f"validation loss of {name}, distance from fp32's{of_model}"
             found[label] = {"measured": abs(gap), "at_most": ALLOWED_LOSS_GAP}
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="dense", choices=MODELS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
     arguments = parser.parse_args()
-    jobs = [(name, seed, arguments.steps) for seed in range(arguments.seeds) for name in arguments.recipes]
+    jobs = [
+        (name, seed, arguments.steps, arguments.model) for seed in range(arguments.seeds) for name in arguments.recipes
+    ]
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         results = pool.starmap(train, jobs, chunksize=1)
     repeats: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.recipes}
-    for (name, _, _), result in zip(jobs, results, strict=True):
+    for (name, *_), result in zip(jobs, results, strict=True):
         repeats[name].append(result)
     means = {n: statistics.fmean(r["validation_loss"] for r in rs) for n, rs in repeats.items()}
     passed = True
@@ -160,7 +171,8 @@ def main() -> int:
     if arguments.json:
         text_hash = hashlib.sha256(load_text().numpy().tobytes()).hexdigest()
         result = {"text_sha256": text_hash, "mean_validation_loss": means, "repeats": repeats}
-        print(common.write_result("parity", {"figures": figures(means), **result}))
+        topic = "parity" if arguments.model == "dense" else f"parity-{arguments.model}"
+        print(common.write_result(topic, {"figures": figures(means, arguments.model), **result}))
     return 0 if passed else 1
 
 
