@@ -49,6 +49,7 @@ class GroupedLinear(RecipeLayer, experts.GroupedLinear):
             self.casts,
             delayed=self.delayed_slots(),
             record=record,
+            training=self.training,
             out_dtype=output_dtype(x),
             counter=self.counter,
         )

@@ -33,6 +33,7 @@ class Linear(RecipeLayer, nn.Linear):
             self.casts,
             delayed=self.delayed_slots(),
             record=record,
+            training=self.training,
             out_dtype=output_dtype(x),
             counter=self.counter,
             shared=sharing.current() if self.quantized else None,

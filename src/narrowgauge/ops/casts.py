@@ -12,7 +12,7 @@ from narrowgauge.numerics.formats import FP32, TF32, Format
 from narrowgauge.numerics.hadamard import Hadamard
 from narrowgauge.ops import backends
 from narrowgauge.ops.backends import Backend, backend_of
-from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, Gemm
+from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm
 from narrowgauge.recipes.spec import CastSpec, Emulation, Recipe
 
 
@@ -89,8 +89,8 @@ class LinearCasts:
         # not fields: they follow from the fields, and are looked up several times a call
         object.__setattr__(self, "_in_compute", in_compute)
         object.__setattr__(self, "_operands", operands)
-        stochastic = any(operand.spec.is_stochastic for each in operands.values() for operand in each.values())
-        object.__setattr__(self, "_is_stochastic", stochastic)
+        stochastic = {gemm for gemm, each in operands.items() if any(o.spec.is_stochastic for o in each.values())}
+        object.__setattr__(self, "_stochastic", stochastic)
         object.__setattr__(self, "_on_cpu", {})
 
     def _operands_of(self, gemm: Gemm, in_compute: bool) -> dict[str, OperandCast]:
@@ -113,10 +113,10 @@ class LinearCasts:
             )
         }
 
-    @property
-    def is_stochastic(self) -> bool:
-        """True where an operand is rounded stochastically, so that a call needs a key."""
-        return self._is_stochastic  # type: ignore[attr-defined]
+    def needs_key(self, backward: bool) -> bool:
+        """True where an operand is rounded stochastically in forward or, where asked for, in backward."""
+        stochastic: set[str] = self._stochastic  # type: ignore[attr-defined]
+        return bool(stochastic) if backward else OUTPUT.name in stochastic
 
     def operand(self, gemm: Gemm, role: str) -> OperandCast:
         """The cast of the operand `role` ("input", "weight", "grad_output") where `gemm` multiplies it."""

@@ -45,6 +45,7 @@ def grouped_linear(
     out_dtype: torch.dtype,
     counter: Counter | None = None,
     generator: torch.Generator | None = None,
+    training: bool = True,
 ) -> Tensor:
     """For each expert e: its rows of x @ weight[e].T + bias[e], with operands cast by `casts` as `ops.linear` does.
 
@@ -60,7 +61,7 @@ def grouped_linear(
         ends.append((start, start := start + size))
     parts = tuple(_Part(e, start, stop) for e, (start, stop) in enumerate(ends) if stop > start)
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
-    key = key_of_call(casts, x, weight, generator)
+    key = key_of_call(casts, x, weight, generator, training)
     caster = Caster(delayed, record, counter, None, weight_spec, key)
     call = _Call(casts, caster, parts, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
     return _GroupedLinear.apply(x, weight, bias, call)  # type: ignore[no-any-return]

@@ -37,6 +37,7 @@ def linear(
     counter: Counter | None = None,
     shared: SharedInputs[Cast] | None = None,
     generator: torch.Generator | None = None,
+    training: bool = True,
 ) -> Tensor:
     """x @ weight.T + bias with operands cast by `casts`, in forward and in backward.
 
@@ -47,7 +48,8 @@ def linear(
     delayed: the slots of the roles ("input", "weight", "grad_output") whose scale is delayed. record: whether the live
     amax slots are raised, here and in backward. counter: told what each cast did, on sampled steps. shared: casts of
     inputs made by sibling layers within one forward of their parent. generator: source of the random bits of stochastic
-    casts, one draw a call; None: torch's default one of the device.
+    casts, one draw a call; None: torch's default one of the device. training False: a call without gradients draws no
+    random bits for the casts of backward.
 
     Saved for backward: the codes of the input operand (1 byte a value in FP8, packed below 8 bits) and of the weight,
     with their scales. Where `casts.in_compute` runs grad_weight in the compute dtype, the input is saved in that dtype;
@@ -55,7 +57,7 @@ def linear(
     """
     # read here: on the inside of the autograd function torch.compile sees a tensor without attributes
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
-    key = key_of_call(casts, x, weight, generator)
+    key = key_of_call(casts, x, weight, generator, training)
     caster = Caster(delayed, record, counter, None if casts.smooth else shared, weight_spec, key)
     call = _Call(casts, caster, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
     return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]

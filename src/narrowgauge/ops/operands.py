@@ -136,13 +136,15 @@ class Caster(NamedTuple):
 
 
 def key_of_call(
-    casts: LinearCasts, x: Tensor, weight: Tensor, generator: torch.Generator | None = None
+    casts: LinearCasts, x: Tensor, weight: Tensor, generator: torch.Generator | None, training: bool
 ) -> Tensor | None:
     """The key of one call's stochastic casts, None where it has none: another one on each rank of a process group.
 
-    generator: its source; None: torch's default one of the device, the only one that compiled code knows.
+    generator: its source; None: torch's default one of the device, the only one that compiled code knows. training:
+    whether a backward may follow even where no gradients are asked for: an activation checkpoint recomputes the call
+    from the random state that it began with, so that a key must be drawn in both.
     """
-    if not casts.is_stochastic:
+    if not casts.needs_key(backward=training or torch.is_grad_enabled()):
         return None
     if generator is None and torch.compiler.is_compiling():
         key = torch.ops.narrowgauge.draw_key(x, weight)

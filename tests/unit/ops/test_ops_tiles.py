@@ -289,3 +289,17 @@ def test_wide_operands_can_be_rounded_stochastically():
     exact = problem.x @ problem.weight.t() + problem.bias
     assert torch.equal(found["y"], again["y"])
     assert 1e-4 < (found["y"] - exact).norm() / exact.norm() < 2**-7
+
+
+def test_a_call_without_gradients_draws_no_bits_for_backward_unless_it_may_be_recomputed():
+    x, weight, which = torch.randn(16, 32), torch.randn(24, 32), stochastic(MXFP4)
+    for training, draws in ((False, False), (True, True)):
+        before = torch.get_rng_state()
+        with torch.no_grad():
+            linear(x, weight, None, which, out_dtype=torch.float32, training=training)
+        assert torch.equal(torch.get_rng_state(), before) is not draws
+    before = torch.get_rng_state()
+    forward = replace(MXFP4, input=replace(MXFP4.input, rounding=ng.STOCHASTIC))
+    with torch.no_grad():
+        linear(x, weight, None, forward, out_dtype=torch.float32, training=False)
+    assert not torch.equal(torch.get_rng_state(), before)
