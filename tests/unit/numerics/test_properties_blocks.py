@@ -36,13 +36,6 @@ from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fast_paths_take_small_matrices():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "MIN_NUMBA", 1)
-        yield
-
-
 def randn(*shape: int, seed: int = 0, spread: float = 6.0) -> Tensor:
     """Normal values whose magnitude differs from row to row and from column to column."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,6 +50,11 @@ def all_bits(quantized: kernels.BlockQuantized) -> list:
 
 
 # ---- equal to the scalar twin
+
+
+def test_kernels_take_the_smallest_of_matrices() -> None:
+    # so that what is held against the scalar twin here is what large matrices run in
+    assert dispatch._tile_module(torch.ones(1, 1), True) is not None
 
 
 def check_any_matrix(data: st.DataObject, fmt: Format, rule: ScaleRule) -> None:
@@ -186,8 +184,8 @@ def test_tiles_of_the_transposed_matrix_are_the_transposed_tiles(fmt: Format, ru
 def test_a_ragged_matrix_is_cast_as_if_padded_with_zeros(fmt: Format, rule: ScaleRule) -> None:  # case 53
     x = randn(37, 70, spread=2)
     for block in (Block(1, 32), Block(16, 16), Block(32, 1), Block(128, 128)):
-        height, width = block.size_in(*x.shape)
-        padded = F.pad(x, (0, -70 % width, 0, -37 % height))
+        assert block.rows is not None and block.columns is not None
+        padded = F.pad(x, (0, -70 % block.columns, 0, -37 % block.rows))
         ragged, full = (kernels.quantize_blocks(y, fmt, block, rule) for y in (x, padded))
         assert ragged.codes is not None and full.codes is not None
         assert stored_bits(ragged.codes) == stored_bits(full.codes[:37, :70])
