@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 
 import numba
 import numpy as np
@@ -37,6 +38,12 @@ os.register_at_fork(after_in_child=_note_fork)
 def array(x: Tensor) -> np.ndarray:
     """The bits of `x` as a flat array that shares its memory where it is contiguous."""
     return x.detach().contiguous().view(_BITS[x.dtype]).numpy().reshape(-1)
+
+
+def new_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, np.ndarray]:
+    """A new tensor, and its bits as a flat array."""
+    x = torch.empty(shape, dtype=dtype)
+    return x, array(x)
 
 
 def chunks_for(x: Tensor) -> int:

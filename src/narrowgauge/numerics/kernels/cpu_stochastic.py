@@ -41,7 +41,7 @@ def quantize(
         numba_stochastic.cast_flat_serial(bits, scale, 0, runs, *arguments)
     else:
         numba_stochastic.cast_flat_parallel(bits, scale, runs, chunks, *arguments)
-    saturated, flushed = torch.from_numpy(counts).unbind() if count else (None, None)
+    saturated, flushed = map(torch.tensor, counts.tolist()) if count else (None, None)
     return encoded, carried, saturated, flushed
 
 

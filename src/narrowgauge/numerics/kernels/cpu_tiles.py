@@ -13,7 +13,7 @@ from narrowgauge.numerics import scaling
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import cpu, numba_bits, numba_decode, numba_scales, numba_tiles
-from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_for
+from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_for, new_array
 from narrowgauge.numerics.scaling import NVFP4, ScaleRule
 
 # bytes of a part that is read twice: half of a common second-level cache
@@ -63,9 +63,9 @@ def quantize_blocks(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """`twin.quantize_blocks` of a matrix that is not empty, in a float format of 4 to 8 bits."""
     shape, tile, part, parts = plan(*x.shape, block)
-    encoded = torch.empty(x.shape, dtype=fmt.dtype) if codes else None
-    carried = torch.empty(x.shape, dtype=carrier) if carrier is not None else None
-    stored = torch.empty(block.grid_of(*x.shape), dtype=scaling.stored_dtype(rule))
+    encoded, code_bits = new_array(x.shape, fmt.dtype) if codes else (None, _NO_CODES)
+    carried, carrier_bits = new_array(x.shape, carrier) if carrier is not None else (None, _NO_CARRIER)
+    stored, scale_bits = new_array(block.grid_of(*x.shape), scaling.stored_dtype(rule))
     is_float = stored.dtype is torch.float32
     counts = np.zeros(2, np.int64) if count else _NO_COUNTS
     arguments = (
@@ -73,10 +73,10 @@ def quantize_blocks(
         layout(fmt),
         int(cpu.amax(x).view(torch.int32).item()) if rule is NVFP4 else 0,
         (False, 0, 0) if key is None else (True, int(key.item()), stream),
-        _NO_CODES if encoded is None else array(encoded),
-        _NO_CARRIER if carried is None else array(carried),
-        array(stored) if is_float else _NO_WORDS,
-        _NO_CODES if is_float else array(stored),
+        code_bits,
+        carrier_bits,
+        scale_bits if is_float else _NO_WORDS,
+        _NO_CODES if is_float else scale_bits,
         counts,
     )
     bits, chunks = array(x), min(chunks_for(x), parts)
@@ -84,8 +84,8 @@ def quantize_blocks(
         largest = numba_tiles.cast_tiles_serial(bits, shape, tile, part, 0, parts, *arguments)
     else:
         largest = numba_tiles.cast_tiles_parallel(bits, shape, tile, part, parts, chunks, *arguments)
-    amax = torch.tensor(largest, dtype=torch.int32).view(torch.float32)
-    saturated, flushed = torch.from_numpy(counts).unbind() if count else (None, None)
+    amax = torch.from_numpy(np.array(largest, np.int32)).view(torch.float32)
+    saturated, flushed = map(torch.tensor, counts.tolist()) if count else (None, None)
     return encoded, carried, stored, amax, saturated, flushed
 
 
@@ -94,7 +94,7 @@ def dequantize_blocks(
 ) -> Tensor:
     """`twin.dequantize_blocks` of a matrix that is not empty, in a float format of 4 to 8 bits."""
     shape, tile, part, parts = plan(*codes.shape, block)
-    out = torch.empty(codes.shape, dtype=dtype)
+    out, value_bits = new_array(codes.shape, dtype)
     is_float = dequant_scale.dtype is torch.float32
     rule = _RULE_OF_STORED[dequant_scale.dtype]
     arguments = (
@@ -103,7 +103,7 @@ def dequantize_blocks(
         -1.0 if tensor_amax is None or rule != numba_scales.NVFP4 else tensor_amax.item(),
         array(dequant_scale) if is_float else _NO_WORDS,
         _NO_CODES if is_float else array(dequant_scale),
-        array(out),
+        value_bits,
     )
     bits, chunks = array(codes), min(chunks_for(codes), parts)
     if chunks == 1:
