@@ -31,8 +31,8 @@ class GroupedLinear(RecipeLayer, experts.GroupedLinear):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [tokens, in_features] in the order of the experts, counts int64 [experts] -> [tokens, out_features].
 
-        counts is read by the host. Raises NarrowgaugeError where it does not fit the tokens, ConversionError where x
-        does not fit the layer.
+        counts is read by the host, and torch.compile breaks its graph here. Raises NarrowgaugeError where it does not
+        fit the tokens, ConversionError where x does not fit the layer.
         """
         if self.recipe is None:
             return super().forward(x, counts)
@@ -41,7 +41,12 @@ class GroupedLinear(RecipeLayer, experts.GroupedLinear):
         check_operands(weight, x, f"GroupedLinear({experts.GroupedLinear.extra_repr(self)})", self.in_features, fits)
         record = self.training and torch.is_grad_enabled()
         self.keep_state((counts > 0).to(x.device) if record and self.delayed_rules else False)
-        return grouped_linear(
+        products = grouped_linear
+        if torch.compiler.is_compiling():
+            from narrowgauge.ops import graph_breaks
+
+            products = graph_breaks.grouped_linear
+        return products(
             x,
             counts,
             weight,

@@ -36,16 +36,27 @@ class GroupedLinear(nn.Module):
         """x [tokens, in_features] in the order of the experts, counts int64 [experts] -> [tokens, out_features].
 
         counts: how many of the tokens each expert takes. It is read by the host, so that where it is on another device
-        than the CPU, every call waits for that device. Raises NarrowgaugeError where it does not fit the tokens.
+        than the CPU, every call waits for that device. torch.compile breaks its graph here, unless
+        torch._dynamo.config.capture_scalar_outputs is set. Raises NarrowgaugeError where counts do not fit the tokens.
         """
-        sizes = group_sizes(counts, self.experts, x.shape[0])
-        biases = [None] * self.experts if self.bias is None else self.bias.unbind()
-        parts = zip(x.split(sizes), self.weight.unbind(), biases, strict=True)
-        return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
+        if torch.compiler.is_compiling():
+            from narrowgauge.ops import graph_breaks
+
+            if not graph_breaks.takes_sizes_from_values():
+                return graph_breaks.of_all_experts(x, counts, self.weight, self.bias)
+        return of_all_experts(x, counts, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         shape = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{shape}, bias={self.bias is not None}"
+
+
+def of_all_experts(x: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each expert's rows of `x` times its weight; arguments as in GroupedLinear."""
+    experts = weight.shape[0]
+    biases = [None] * experts if bias is None else bias.unbind()
+    parts = zip(x.split(group_sizes(counts, experts, x.shape[0])), weight.unbind(), biases, strict=True)
+    return torch.cat([F.linear(part, own, own_bias) for part, own, own_bias in parts])
 
 
 def group_sizes(counts: Tensor, experts: int, tokens: int) -> list[int]:

@@ -54,7 +54,8 @@ def grouped_linear(
     shapes and dtypes of x, weight and bias, zeros for experts without rows.
 
     delayed: the slots of the roles whose scale is delayed, all experts' together: quant_scale [E], history [E, L]. The
-    other arguments are those of `ops.linear`. Raises NarrowgaugeError where counts do not fit the rows.
+    other arguments are those of `ops.linear`. Not to be traced by torch.compile: `ops.graph_breaks` has it outside of
+    graphs. Raises NarrowgaugeError where counts do not fit the rows.
     """
     ends, start = [], 0
     for size in group_sizes(counts, weight.shape[0], x.shape[0]):

@@ -308,6 +308,30 @@ def test_meta_construction_then_reset_starts_fresh():
     assert model(*rows(COUNTS)).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks, where a graph breaks
+@pytest.mark.parametrize("recipe", ["fp32", "fp8_delayed", "mxfp8"])
+def test_compiled_training_is_eager_training_and_compiles_once_for_all_splits(recipe):
+    states, graphs = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model, optimizer = prepared(recipe)
+        seen: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, seen: list[Any] = seen) -> Any:
+            seen.append(graph)
+            return graph.forward
+
+        step = torch.compile(model, backend=backend) if compiled else model
+        for number, counts in enumerate([COUNTS, [10, 10, 10, 10], [40, 0, 0, 0], [0, 0, 1, 39], [37, 1, 1, 1]]):
+            one_step(step, optimizer, counts, number)
+            optimizer.zero_grad()
+            graphs.append(len(seen))
+        states.append(state_of(model))
+    assert_same_state(*states)
+    # the activation between the layers, and the state of each layer: fewer graphs than splits, and none for the last
+    assert graphs[:5] == [0] * 5 and 0 < graphs[-1] == graphs[-4] <= 5
+
+
 def test_what_does_not_fit_is_refused():
     model, _ = prepared("fp8_current")
     with pytest.raises(ConversionError, match=r"GroupedLinear\(experts=4, in_features=32.*input \[..., 31\]"):
