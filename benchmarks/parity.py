@@ -1,6 +1,6 @@
 """Validation loss of the reference model under each recipe: the mean of three seeds, all in one run.
 
-    python benchmarks/parity.py [--model moe] [--seeds 3] [--steps 600] [--recipes fp32 bf16 ...] [--workers 2] [--json]
+    python benchmarks/parity.py [--model moe] [--group tiles] [--recipes fp32 bf16 ...] [--seeds 3] [--steps 600] [--json]
 
 A byte-level GPT on the text of `pydoc_data.topics` (first 90 % for training), width 96, 3 blocks, context 64. The text
 differs between Python versions, so losses compare only within one run; its hash is in the result. `unscaled` is
@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import statistics
 import time
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 import common
@@ -33,10 +34,12 @@ VARIANTS = {
     "nvfp4 without Hadamard": ("nvfp4", {"hadamard": False}),
     "nvfp4 to nearest": ("nvfp4", {"stochastic": False}),
 }
-RECIPES = (
-    "fp32", "tf32", "bf16", "fp16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_block",
-    "mxfp8", *VARIANTS, "unscaled",
-)  # fmt: skip
+# each group is a run of its own, with float32 in it, and a result file of its own
+GROUPS = {
+    "tensor": ("fp32", "tf32", "bf16", "fp16", "fp8_current", "fp8_delayed", "unscaled"),
+    "tiles": ("fp32", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_block", "mxfp8", *VARIANTS),
+}
+RECIPES = tuple(dict.fromkeys(name for group in GROUPS.values() for name in group))
 BATCH, CONTEXT, WARMUP_STEPS, PEAK_LR = 16, 64, 50, 2e-3
 ALLOWED_LOSS_GAP, UNSCALED_LOSS_GAP = 0.03, 1.0
 
@@ -147,16 +150,22 @@ def main() -> int:
     parser.add_argument("--model", default="dense", choices=MODELS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--group", choices=GROUPS, help="recipes with a scale for each tensor, or for each tile")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, help="in place of a group's")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
     arguments = parser.parse_args()
-    jobs = [
-        (name, seed, arguments.steps, arguments.model) for seed in range(arguments.seeds) for name in arguments.recipes
-    ]
+    groups = [arguments.group] if arguments.group or arguments.recipes else list(GROUPS)
+    return max(compare(arguments, group) for group in groups)
+
+
+def compare(arguments: argparse.Namespace, group: str | None) -> int:
+    """Train by every recipe of the group, or by those asked for; print the losses; 0 where all figures are met."""
+    names: Sequence[str] = arguments.recipes or GROUPS[group or "tensor"]
+    jobs = [(name, seed, arguments.steps, arguments.model) for seed in range(arguments.seeds) for name in names]
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         results = pool.starmap(train, jobs, chunksize=1)
-    repeats: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.recipes}
+    repeats: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for (name, *_), result in zip(jobs, results, strict=True):
         repeats[name].append(result)
     means = {n: statistics.fmean(r["validation_loss"] for r in rs) for n, rs in repeats.items()}
@@ -171,8 +180,9 @@ def main() -> int:
     if arguments.json:
         text_hash = hashlib.sha256(load_text().numpy().tobytes()).hexdigest()
         result = {"text_sha256": text_hash, "mean_validation_loss": means, "repeats": repeats}
-        topic = "parity" if arguments.model == "dense" else f"parity-{arguments.model}"
-        print(common.write_result(topic, {"figures": figures(means, arguments.model), **result}))
+        topic = ["parity", *([arguments.model] if arguments.model != "dense" else [])]
+        topic += ["tiles"] if group == "tiles" else []
+        print(common.write_result("-".join(topic), {"figures": figures(means, arguments.model), **result}))
     return 0 if passed else 1
 
 
