@@ -122,6 +122,10 @@ def test_nvfp4_scale_bytes_follow_transformer_engines_order_where_others_differ(
         ours, other = amax.numpy() * (s * sixth), (amax.numpy() * s) * sixth
         codes = [torch.from_numpy(v).to(torch.float8_e4m3fn).view(torch.uint8) for v in (ours, other)]
         assert torch.equal(found.view(torch.uint8), codes[0])
+        x = torch.zeros(1001, 16)
+        x[:, 3] = torch.cat([amax, tensor_amax[None]])
+        kernel = kernels.quantize_blocks(x, E2M1FN, Block(1, 16), NVFP4).dequant_scale.flatten()
+        assert torch.equal(kernel[:-1].view(torch.uint8), codes[0])
         for i in (codes[0] != codes[1]).nonzero().flatten().tolist():
             exact += 1
             bits = [reference.bits_of(v.item()) for v in (amax[i], tensor_amax)]
