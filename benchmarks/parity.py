@@ -1,6 +1,6 @@
 """Validation loss of the reference model under each recipe: the mean of three seeds, all in one run.
 
-    python benchmarks/parity.py [--model moe] [--group tiles] [--recipes fp32 bf16 ...] [--seeds 3] [--steps 600] [--json]
+    python benchmarks/parity.py [--model moe] [--group tiles] [--recipes fp32 bf16 ...] [--seeds 3] [--steps 600] ...
 
 A byte-level GPT on the text of `pydoc_data.topics` (first 90 % for training), width 96, 3 blocks, context 64. The text
 differs between Python versions, so losses compare only within one run; its hash is in the result. `unscaled` is
