@@ -98,7 +98,7 @@ def stream_line(typing_context: Any, source: Any, i: Any, target: Any, j: Any) -
 def borrow(typing_context: Any, array: Any) -> Any:
     """The same array without its reference count, whose atomic updates would cost more than a short loop.
 
-    The caller holds a reference for as long as the result is used: an argument is held by its own caller.
+    Good for as long as its owner is: an argument until the function returns, a local array until `hold(array)`.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -108,6 +108,12 @@ def borrow(typing_context: Any, array: Any) -> Any:
         return view._getvalue()
 
     return array(array), codegen
+
+
+@intrinsic
+def hold(typing_context: Any, owner: Any) -> Any:
+    """Does nothing: Numba frees a local array after its last use, which a call to this is."""
+    return types.void(owner), lambda context, builder, signature, arguments: context.get_dummy_value()
 
 
 def _maximum_of(count: int) -> Any:

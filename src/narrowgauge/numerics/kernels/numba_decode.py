@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, prange
 
 from narrowgauge.numerics.kernels import numba_rows, numba_scales
-from narrowgauge.numerics.kernels.numba_bits import borrow
+from narrowgauge.numerics.kernels.numba_bits import borrow, hold
 from narrowgauge.numerics.kernels.numba_tiles import RUN, repeat
 
 
@@ -22,23 +22,14 @@ def decode_tiles_serial(
     rule: how the scales are stored, in words (int32) or stored (uint8). tensor_amax: for the whole scale of NVFP4; a
     negative one leaves the tensor's factor out. out: uint16 (bfloat16) or int32 (float32).
     """
-    most = (part + tile[1] - 1) // tile[1]
-    _decode_parts(
-        borrow(codes), shape, tile, part, first, last, rule, layout, tensor_amax, borrow(words), borrow(stored),
-        borrow(out), np.empty(most, np.float32), np.empty(most, np.int32), np.empty(RUN, np.float32),
-        np.empty(RUN, np.int32),
-    )  # fmt: skip
-
-
-@njit(nogil=True, cache=True)
-def _decode_parts(
-    codes: Any, shape: Any, tile: Any, part: int, first: int, last: int, rule: int, layout: Any, tensor_amax: float,
-    words: Any, stored: Any, out: Any, factor: Any, scratch: Any, factors: Any, values: Any,
-) -> None:  # fmt: skip
     rows, columns = shape
     height, width = tile
     across, parts = (columns + width - 1) // width, (columns + part - 1) // part
-    factor, scratch, factors, values = borrow(factor), borrow(scratch), borrow(factors), borrow(values)
+    most = (part + width - 1) // width
+    floats, integers = np.empty(most + RUN, np.float32), np.empty(most + RUN, np.int32)
+    codes, words, stored, out = borrow(codes), borrow(words), borrow(stored), borrow(out)
+    factor, factors = borrow(floats)[:most], borrow(floats)[most:]
+    scratch, values = borrow(integers)[:most], borrow(integers)[most:]
     for item in range(first, last):
         band, left = item // parts, item % parts * part
         right = min(left + part, columns)
@@ -58,6 +49,7 @@ def _decode_parts(
                 run = values[: stop - start]
                 numba_rows.decode_row(codes[at : at + stop - start], layout, run)
                 numba_rows.multiply_row(run, factors, out[at : at + stop - start])
+    hold((floats, integers))
 
 
 @njit(nogil=True, cache=True, parallel=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, prange
 
 from narrowgauge.numerics.hadamard import POINTS
-from narrowgauge.numerics.kernels.numba_bits import borrow, widen
+from narrowgauge.numerics.kernels.numba_bits import borrow, hold, widen
 
 f32 = np.float32
 
@@ -38,13 +38,9 @@ def _quarter(x: Any, out: Any) -> None:
 @njit(nogil=True, cache=True)
 def transform_serial(x: Any, shape: Any, signs: Any, first: int, last: int, out: Any) -> None:
     """Groups of 16 rows `first` to `last` of a matrix into `out`, float32; rows beyond the last count as zeros."""
-    _transform(borrow(x), shape, signs, first, last, borrow(out), np.empty((POINTS, PANEL), np.float32))
-
-
-@njit(nogil=True, cache=True)
-def _transform(x: Any, shape: Any, signs: Any, first: int, last: int, out: Any, scratch: Any) -> None:
     rows, columns = shape
-    panel = borrow(scratch)
+    scratch = np.empty((POINTS, PANEL), np.float32)
+    x, out, panel = borrow(x), borrow(out), borrow(scratch)
     for group in range(first, last):
         for left in range(0, columns, PANEL):
             n = min(PANEL, columns - left)
@@ -64,6 +60,7 @@ def _transform(x: Any, shape: Any, signs: Any, first: int, last: int, out: Any, 
             for k in range(POINTS):
                 at = (group * POINTS + k) * columns + left
                 _quarter(panel[k], out[at : at + n])
+    hold(scratch)
 
 
 @njit(nogil=True, cache=True, parallel=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from narrowgauge.numerics.kernels import numba_rows, numba_scales
-from narrowgauge.numerics.kernels.numba_bits import bits_of, borrow, fill_16, largest_of_16, largest_of_32, widen
+from narrowgauge.numerics.kernels.numba_bits import bits_of, borrow, fill_16, hold, largest_of_16, largest_of_32, widen
 
 i32 = np.int32
 
@@ -99,27 +99,16 @@ def cast_tiles_serial(
     stochastically, key, stream). codes, carrier (uint16 or int32), counts (int64 [2]): empty where not wanted. words,
     stored: the scales, see `numba_scales.scales_of`; one of the two is empty.
     """
-    most = (part + tile[1] - 1) // tile[1]
-    panel, floats = np.empty(part if tile[0] > 1 else 0, np.int32), np.empty((2, most), np.float32)
-    largest, scale_bytes, run = np.empty((2, most), np.int32), np.empty(most, np.uint8), new_scratch()
-    return _cast_parts(
-        borrow(x), shape, tile, part, first, last, rule, layout, tensor_amax, random, borrow(codes), borrow(carrier),
-        borrow(words), borrow(stored), counts, panel, largest, floats, scale_bytes, run,
-    )  # fmt: skip
-
-
-@njit(nogil=True, cache=True)
-def _cast_parts(
-    x: Any, shape: Any, tile: Any, part: int, first: int, last: int, rule: int, layout: Any, tensor_amax: int,
-    random: Any, codes: Any, carrier: Any, words: Any, stored: Any, counts: Any, panel: Any, integers: Any, floats: Any,
-    scale_bytes: Any, run: Any,
-) -> int:  # fmt: skip
     rows, columns = shape
     height, width = tile
     across, parts = (columns + width - 1) // width, (columns + part - 1) // part
-    panel, scale_bytes, counts = borrow(panel), borrow(scale_bytes), borrow(counts)
-    largest, scale_words = borrow(integers)[0], borrow(integers)[1]
-    quant_scale, factor = borrow(floats)[0], borrow(floats)[1]
+    most = (part + width - 1) // width
+    integers = np.empty(2 * most + (part if height > 1 else 0), np.int32)
+    floats, bytes, run = np.empty(2 * most, np.float32), np.empty(most, np.uint8), new_scratch()
+    x, codes, carrier, words, stored = borrow(x), borrow(codes), borrow(carrier), borrow(words), borrow(stored)
+    largest, scale_words = borrow(integers)[:most], borrow(integers)[most : 2 * most]
+    panel, scale_bytes, counts = borrow(integers)[2 * most :], borrow(bytes), borrow(counts)
+    quant_scale, factor = borrow(floats)[:most], borrow(floats)[most:]
     scratch = borrow_all(run)
     most_of_all = i32(0)
     for item in range(first, last):
@@ -146,6 +135,7 @@ def _cast_parts(
             for row in range(top, bottom):
                 at = row * columns + start
                 cast_run(x, at, at + stop - start, layout, random, codes, carrier, counts, scratch)
+    hold((integers, floats, bytes, run))
     return most_of_all
 
 
