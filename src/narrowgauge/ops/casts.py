@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.formats import FP32, TF32, Format
 from narrowgauge.numerics.hadamard import Hadamard
+from narrowgauge.numerics.scaling import CURRENT
 from narrowgauge.ops import backends
 from narrowgauge.ops.backends import Backend, backend_of
 from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm
@@ -41,7 +42,7 @@ class LinearCasts:
     activation: what the input is saved as for backward, and multiplied as by grad_weight; None: the input operand.
     weight_for_grad_input, grad_output_for_grad_weight: the casts there, where they are not `weight` and `grad_output`.
     hadamard: of both operands of grad_weight. smooth: every input channel is brought to one magnitude by a power of
-    two, which the weight takes back.
+    two, which the weight takes back; `of` then scales the weight by what it is, and not by its history.
     """
 
     input: CastSpec
@@ -71,7 +72,7 @@ class LinearCasts:
             return cls(wide, wide, wide, compute, emulation=emulation)
         return cls(
             input=recipe.input or wide,
-            weight=recipe.weight or wide,
+            weight=_current(recipe.weight or wide) if smooth else recipe.weight or wide,
             grad_output=recipe.grad_output or wide,
             compute=compute,
             in_compute=recipe.override_linear_precision,
@@ -158,3 +159,8 @@ class LinearCasts:
         reason = "; ".join(f"{name}: {backend.reason}" for name, backend in of_gemm.items())
         native = all(backend.native for backend in of_gemm.values())
         return Backend(" + ".join(names), native, reason, first.carrier, first.result)
+
+
+def _current(spec: CastSpec) -> CastSpec:
+    """The cast without delayed scaling: a factor that is new at every step has no history."""
+    return replace(spec, scale=CURRENT) if spec.is_delayed else spec

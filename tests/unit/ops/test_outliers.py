@@ -127,12 +127,7 @@ def test_so_it_is_in_a_prepared_model(data: Data) -> None:
     "weight",
     [
         CastSpec(E4M3FN),
-        pytest.param(
-            DELAYED,
-            marks=pytest.mark.xfail(
-                strict=True, reason="the weight takes the factor, and its own stale scale clips it"
-            ),
-        ),
+        DELAYED,
     ],
     ids=["current", "delayed"],
 )
