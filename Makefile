@@ -53,8 +53,9 @@ format: $(DEV_STAMP) ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff format .
 
 bench: $(DEV_STAMP) ## measure, write benchmarks/results/ and the figures in README.md
-	@for script in import_time casts linear activation_memory parity; do \
-		echo "== benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py --json || missed="$$missed $$script"; \
+	@for script in import_time casts linear sqnr activation_memory parity "parity --model moe"; do \
+		echo "== $$script"; set -- $$script; name=$$1; shift; \
+		$(BIN)/python benchmarks/$$name.py "$$@" --json || missed="$$missed $$name"; \
 	done; $(BIN)/python benchmarks/tables.py; test -z "$$missed" || { echo "missed:$$missed"; exit 1; }
 
 gpu-check: $(RUN_STAMP) ## hold the CUDA path against the emulation on this machine's GPU

@@ -14,8 +14,9 @@ from narrowgauge.cli.arguments import Parser
 from narrowgauge.errors import ConfigError
 
 SCRIPTS = {
-    "linear": "forward and backward of a linear layer, against torch and torchao",
-    "casts": "quantize and dequantize, against a copy of the same array",
+    "linear": "forward and backward of a linear layer by every recipe, against torch and torchao",
+    "casts": "the casts of every recipe, against a copy of the same array",
+    "sqnr": "signal to noise of a layer's products by every recipe, against its derivation",
 }
 
 
