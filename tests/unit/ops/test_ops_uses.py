@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E5M2, FP32
+from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, FP32
 from narrowgauge.numerics.granularity import PER_ROW, Block
 from narrowgauge.numerics.hadamard import Hadamard
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_UP, NONE, NVFP4
@@ -51,6 +51,27 @@ def step(casts: LinearCasts, parts: tuple[Tensor, ...] | None = None, **options:
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_every_cast_of_a_recipe_reaches_the_layer():
+    roles = ("input", "weight", "grad_output", "activation", "weight_for_grad_input", "grad_output_for_grad_weight")
+    # each of them another
+    specs = {role: CastSpec(E4M3FN, Block(1, 16 << at), E8M0_UP) for at, role in enumerate(roles)}
+    recipe = ng.recipe("fp8_current", compute="BF16", hadamard=Hadamard.seeded(3), emulation="exact", **specs)
+    recipe = recipe.replace(override_linear_precision=(True, False, False))
+    casts = LinearCasts.of(recipe, quantized=True, smooth=True)
+    renamed = {"in_compute": recipe.override_linear_precision, "smooth": True, "emulation": Emulation.EXACT}
+    for field in fields(LinearCasts):
+        assert getattr(casts, field.name) == renamed.get(field.name, getattr(recipe, field.name, None)), field.name
+    taken = {(gemm.name, role): casts.spec(gemm, role) for gemm in GEMMS for role in (gemm.left, gemm.right)}
+    wide = CastSpec(BF16)
+    assert taken == {
+        ("output", "input"): wide, ("output", "weight"): wide,
+        ("grad_input", "grad_output"): specs["grad_output"],
+        ("grad_input", "weight"): specs["weight_for_grad_input"].transposed,
+        ("grad_weight", "grad_output"): specs["grad_output_for_grad_weight"].transposed,
+        ("grad_weight", "input"): specs["activation"].transposed,
+    }  # fmt: skip
 
 
 def test_every_operand_of_every_product_has_random_bits_of_its_own():
