@@ -22,7 +22,7 @@ PYTEST_FLAGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench gpu-check docs clean
+.PHONY: help setup train test lint check format bench gpu-check docs clean
 
 help: ## list the targets
 	@echo "narrowgauge: train neural networks in low precision"
@@ -41,11 +41,13 @@ train: $(RUN_STAMP) ## train a small GPT in FP8 on text that every Python carrie
 test: $(DEV_STAMP) ## run every test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS)
 
-check: $(DEV_STAMP) ## format, lint, types, layers, fast tests
+lint: $(DEV_STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+check: lint ## all of that, and the fast tests
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_FLAGS)
 
 format: $(DEV_STAMP) ## rewrite the sources as `make check` wants them
