@@ -64,6 +64,8 @@ def _cast(model: nn.Module, dtype: torch.dtype, from_dtypes: tuple[torch.dtype, 
             cast.append((name, p.dtype))
             grad, p.grad = p.grad, None
             p.data = p.data.to(dtype)
+            if p.grad_dtype is not dtype:  # an earlier recipe had set it
+                p.grad_dtype = dtype
             p.grad = None if grad is None else grad.to(dtype)
     return cast
 

@@ -39,13 +39,18 @@ class Block:
         return self.rows == self.columns
 
     def size_in(self, rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns of one tile of a matrix of that size, at least 1 each."""
-        return self.rows or max(rows, 1), self.columns or max(columns, 1)
+        """Rows and columns of the first tile of a matrix of that size: no more than it has, at least 1 each."""
+        height, width = self._full_size(rows, columns)
+        return max(min(height, rows), 1), max(min(width, columns), 1)
 
     def grid_of(self, rows: int, columns: int) -> tuple[int, int]:
         """How many tiles a matrix of that size has down and across."""
-        height, width = self.size_in(rows, columns)
+        # not of the first tile, whose comparisons would fix sizes that are symbols to a compiler
+        height, width = self._full_size(rows, columns)
         return -(-rows // height), -(-columns // width)
+
+    def _full_size(self, rows: int, columns: int) -> tuple[int, int]:
+        return self.rows or max(rows, 1), self.columns or max(columns, 1)
 
     @property
     def name(self) -> str:

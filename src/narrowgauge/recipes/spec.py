@@ -172,7 +172,8 @@ class Recipe:
         return self.replace(schedule=(*self.schedule, (step, recipe(other))))
 
     def at(self, steps: int) -> Self:
-        """The plain recipe in force after `steps` optimizer steps; 0: before the first."""
+        """The plain recipe in force after `steps` optimizer steps; 0: before the first. RecipeError for no count."""
+        check.count("steps", steps)
         return [recipe for begin, recipe in self.phases if begin <= steps][-1]
 
     @property

@@ -23,6 +23,11 @@ def scale_dtype(spec: CastSpec) -> torch.dtype:
 
 def check_parts(codes: Tensor, dequant_scale: Tensor, spec: CastSpec, dtype: torch.dtype, amax: Tensor | None) -> None:
     """Raise NarrowgaugeError unless these can be the parts of a QuantizedTensor of `spec` that stands for `dtype`."""
+    if not isinstance(spec, CastSpec):
+        raise NarrowgaugeError(f"expected a CastSpec, found {spec!r}: e.g. CastSpec(formats.E4M3FN)")
+    for name, part in (("codes", codes), ("dequant_scale", dequant_scale), ("amax", amax)):
+        if not isinstance(part, Tensor) and not (name == "amax" and part is None):
+            raise NarrowgaugeError(f"{name}: expected a tensor, found {type(part).__name__}: use torch.as_tensor")
     if codes.dtype is not spec.format.dtype:
         raise NarrowgaugeError(f"codes of {spec.format}: expected {spec.format.dtype}, found {codes.dtype}")
     found = f"found {dequant_scale.dtype} of shape {tuple(dequant_scale.shape)}"

@@ -261,7 +261,7 @@ def quantize(
     Infinities saturate in narrow and in scaled formats, NaN stays NaN, and `amax` of the result shows either. In a
     format without NaN, a NaN makes the scale of its tile NaN (NVFP4: of all tiles, since each has a part in the amax of
     the whole); an unscaled cast to one raises RecipeError, and so does delayed scaling, whose scale comes from earlier
-    steps. Raises NarrowgaugeError for any other x.
+    steps. Raises NarrowgaugeError for any other x or generator.
     """
     if not isinstance(spec, CastSpec):
         raise RecipeError(f"expected a CastSpec, found {spec!r}: e.g. CastSpec(formats.E4M3FN)")
@@ -271,6 +271,8 @@ def quantize(
             "the scale yourself with QuantizedTensor(codes, dequant_scale, spec)"
         )
     check_castable(x)
+    if not isinstance(generator, torch.Generator | None):
+        raise NarrowgaugeError(f"generator: expected a torch.Generator or None, found {generator!r}")
     values = values_of(x) if isinstance(x, QuantizedTensor) else x.read() if isinstance(x, ReadOnlyView) else x.detach()
     key = philox.draw_key(x.device, generator) if spec.is_stochastic else None
     codes, dequant_scale, amax = cast_storage(values, spec, old_scale, key)

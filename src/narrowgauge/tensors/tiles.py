@@ -29,7 +29,7 @@ def quantize(x: Tensor, spec: CastSpec, key: Tensor | None) -> tuple[Tensor, Ten
     """Cast `x` (any shape) by a spec of tiles: codes of its shape, scales as they are stored, amax of the whole.
 
     key: random bits of a stochastic spec. Value i in logical order takes word i; where the rows of a batch's matrices
-    are no multiple of the tile's, the padded rows count too.
+    are more than the tile's and no multiple of them, the padded rows count too.
     """
     matrix, block = _as_matrix(x, spec.granularity)
     done = kernels.quantize_blocks(matrix, spec.format, block, _rule_of(spec), key=key)
@@ -93,7 +93,8 @@ def _as_matrix(x: Tensor, block: Block) -> tuple[Tensor, Block]:
     if x.ndim <= 2:
         return x.reshape(rows, columns), block
     if block.rows != 1:
-        block = Block(block.rows or int(max(rows, 1)), block.columns)
+        if block.rows is None or block.rows > rows:
+            block = Block(int(max(rows, 1)), block.columns)
         assert block.rows is not None
         if rows % block.rows:
             x = F.pad(x, (0, 0, 0, -rows % block.rows))

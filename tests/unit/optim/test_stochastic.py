@@ -334,6 +334,24 @@ def test_preparing_again_leaves_one_or_none() -> None:
     assert len(optimizer._optimizer_step_post_hooks) == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_gradients_are_float32_again_under_a_recipe_that_says_so(recipe: str) -> None:
+    model = Weights()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    ng.prepare(model, optimizer, "bf16_pure")
+    model().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="made float32 masters"):
+        ng.prepare(model, optimizer, recipe)
+    assert model.weight.grad is not None and model.weight.grad.dtype is torch.float32
+    optimizer.zero_grad()
+    model().backward()
+    assert model.weight.grad.dtype is torch.float32
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert (model.weight < before).all()
+
+
 def test_moments_that_were_there_before_become_float32_and_keep_their_values() -> None:
     model = Weights().float()
     optimizer = AdamW(model.parameters(), lr=1e-3)

@@ -334,3 +334,8 @@ def test_errors_of_a_file_name_it(tmp_path: Path) -> None:
     path = written(tmp_path, "fp8", TE_SECTION.replace("margin", "margn"))
     with pytest.raises(ng.RecipeError, match=r"default_config.yaml: fp8_config: unknown option 'margn'; did you mean"):
         from_accelerate(path)
+
+
+def test_a_path_that_no_file_can_have() -> None:
+    with pytest.raises(ng.RecipeError, match="found: embedded null"):
+        from_accelerate("config\0.yaml")

@@ -232,5 +232,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(theirs: Any, message: str) -
 def test_a_kind_that_is_none() -> None:
     with pytest.raises(ng.RecipeError, match="unknown recipe 'DelayedScalling'; did you mean 'DelayedScaling'"):
         from_te({}, "DelayedScalling")
+    with pytest.raises(ng.RecipeError, match=r"unknown recipe '\['DelayedScaling'\]'"):
+        from_te({}, ["DelayedScaling"])  # type: ignore[arg-type]
     with pytest.raises(ng.RecipeError, match="DelayedScaling: unknown option 'disable_rht'"):
         from_te({"disable_rht": True}, "DelayedScaling")

@@ -141,6 +141,12 @@ def test_a_step_is_a_number_of_steps(step):
         FP8.switch_at(step, "bf16")
 
 
+@pytest.mark.parametrize("steps", [-1, 1.0, True, "1", None])
+def test_what_is_in_force_is_asked_with_a_count(steps):
+    with pytest.raises(ng.RecipeError, match=f"steps={steps!r}: expected a whole number, at least 0"):
+        BOTH.at(steps)
+
+
 @pytest.mark.parametrize("value", [None, "bf16", 3, [3], [(3,)], [(3, "bf16")], {3: "bf16"}])
 def test_a_schedule_is_pairs(value):
     with pytest.raises(ng.RecipeError, match="schedule=.*expected pairs"):

@@ -9,7 +9,7 @@ import torch
 from quantized_tensors import assert_same, bits, seeded
 
 from narrowgauge import CURRENT, CURRENT_POW2, E8M0_UP, NONE, NVFP4, PER_ROW, STOCHASTIC, TENSOR_POW2, Block, CastSpec
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics import philox, rounding
 from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E4M3FN, E5M2, FP16, INT8
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_TENSOR
@@ -113,6 +113,12 @@ def test_a_write_that_changes_nothing_draws_and_moves_nothing() -> None:
     before, state = bits(q), torch.get_rng_state()
     q.add_(0.0)
     assert bits(q) == before and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_is_one() -> None:
+    for spec in (CastSpec(E4M3FN), CastSpec(E4M3FN, rounding=STOCHASTIC)):
+        with pytest.raises(NarrowgaugeError, match="generator: expected a torch.Generator or None, found 5"):
+            quantize(torch.ones(3), spec, 5)  # type: ignore[arg-type]
 
 
 def test_a_key_is_asked_for() -> None:

@@ -202,6 +202,18 @@ def test_shapes_of_scales(shape: tuple[int, ...], block: Block, expected: tuple[
     assert q.add_(1).dequant_scale.shape == expected and (q.dequantize() == 2).all()
 
 
+@pytest.mark.parametrize("shape", [(5,), (5, 3), (2, 5, 3), (2, 2, 5, 3)])
+@pytest.mark.parametrize("spec", [CastSpec(fmt, Block(2**40, 2**40)) for fmt in (E4M3FN, INT8)], ids=str)
+def test_tiles_far_larger_than_the_tensor_take_no_memory(shape: tuple[int, ...], spec: CastSpec) -> None:
+    x = seeded(*shape)
+    q = quantize(x, spec)
+    matrix = x.reshape(-1, *x.shape[-2:]) if x.ndim > 1 else x[None, None]
+    alone = torch.stack([quantize(each, CastSpec(spec.format)).dequantize() for each in matrix])
+    assert torch.equal(q.dequantize(), alone.reshape(shape))
+    q.amax.fill_(torch.inf)  # operations look for the values that were infinite
+    assert q.abs().isinf().any()
+
+
 # reported cases, over all granularities
 
 
@@ -402,6 +414,12 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     nv = quantize(torch.ones(2, 16), CastSpec(E2M1FN, Block(1, 16), NVFP4))
     with pytest.raises(NarrowgaugeError, match="expected the source's amax"):
         QuantizedTensor(nv.codes, nv.dequant_scale, nv.spec)
+    with pytest.raises(NarrowgaugeError, match="codes: expected a tensor, found list"):
+        QuantizedTensor([1], torch.ones(3, 1), rows)  # type: ignore[arg-type]
+    with pytest.raises(NarrowgaugeError, match="dequant_scale: expected a tensor, found float"):
+        QuantizedTensor(codes, 1.0, rows)  # type: ignore[arg-type]
+    with pytest.raises(NarrowgaugeError, match="expected a CastSpec, found 'fp8'"):
+        QuantizedTensor(codes, torch.ones(3, 1), "fp8")  # type: ignore[arg-type]
     q = QuantizedTensor(codes, torch.tensor([[1.0], [2.0], [0.5]]), rows)
     assert q.amax == 896  # what the codes can reach
 

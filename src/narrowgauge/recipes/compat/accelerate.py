@@ -132,7 +132,7 @@ def _load(path: Path) -> Any:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))  # a JSON file is YAML, too
     except OSError as error:
         raise RecipeError(f"{path}: expected a file of `accelerate config`, found: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, a path with a null character
         raise RecipeError(f"{path}: expected YAML as `accelerate config` writes it, found: {error}") from error
     if not isinstance(loaded, Mapping):
         raise RecipeError(f"{path}: expected keys and values as `accelerate config` writes them, found {loaded!r:.60}")

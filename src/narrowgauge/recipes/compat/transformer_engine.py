@@ -123,7 +123,7 @@ def from_transformer_engine(recipe: Any, kind: str | None = None) -> Recipe:
     fields = fields_of(recipe)
     if isinstance(recipe, Mapping):
         kind = _kind_of(fields) if kind is None else kind
-        if kind not in RECIPES:
+        if not isinstance(kind, str) or kind not in RECIPES:
             raise RecipeError(f"TransformerEngine: unknown recipe '{kind}'{closest(str(kind), RECIPES)}")
     elif kind is not None or type(recipe).__name__ not in RECIPES:
         raise unknown_kind("TransformerEngine", recipe, RECIPES, "a mapping of fields, with kind,")
