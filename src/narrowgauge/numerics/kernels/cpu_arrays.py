@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.kernels.stale import drop_stale_kernels
+
 # below this, handing a chunk to a second thread costs more than it saves
 MIN_CHUNK = 32768
 
@@ -24,6 +26,7 @@ _BITS = {
     torch.uint8: torch.uint8,
 }
 _forked = False
+drop_stale_kernels()  # before the first of them is loaded
 
 
 def _note_fork() -> None:

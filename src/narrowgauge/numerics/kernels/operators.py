@@ -136,9 +136,7 @@ _LIBRARY.impl("amax", dispatch.amax_eagerly, "CompositeExplicitAutograd")
 _LIBRARY.impl("quantize", _quantize_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("dequantize", _dequantize_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("draw_key", lambda x, weight: philox.draw_key(x.device), "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "narrowgauge::draw_key", lambda x, weight: x.new_empty((), dtype=torch.int64), lib=_LIBRARY
-)
+torch.library.register_fake("narrowgauge::draw_key", lambda x, weight: x.new_empty((), dtype=torch.int64), lib=_LIBRARY)
 _LIBRARY.impl("quantize_blocks", _quantize_blocks_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("dequantize_blocks", _dequantize_blocks_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("hadamard", lambda x, signs: dispatch.transform_eagerly(x, tuple(signs)), "CompositeExplicitAutograd")
