@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, FP32
+from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, FP16, FP32
 from narrowgauge.numerics.granularity import PER_ROW, Block
 from narrowgauge.numerics.hadamard import Hadamard
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_UP, NONE, NVFP4
 from narrowgauge.ops import operands
+from narrowgauge.ops.backends import FAST_BF16
 from narrowgauge.ops.linear import LinearCasts, linear
-from narrowgauge.ops.matmul import GEMMS, GRAD_WEIGHT
+from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT
 from narrowgauge.ops.shared import SharedInputs
+from narrowgauge.ops.smoothing import channel_factors
 from narrowgauge.recipes.spec import CastSpec, Emulation
 
 FP8 = LinearCasts(CastSpec(E4M3FN), CastSpec(E4M3FN), CastSpec(E5M2), FP32, emulation=Emulation.EXACT)
@@ -97,10 +99,11 @@ def test_a_product_in_the_compute_dtype_takes_operands_as_they_are():
             ["grad_output"] * 2 + ["input"] * 2 + ["weight"],
         ),
         (MX, ["grad_output"] * 2 + ["input"] * 2 + ["weight"] * 2),
+        (replace(FP8, hadamard=Hadamard()), ["grad_output"] * 2 + ["input"] * 2 + ["weight"]),
         # transformed for grad_weight, but the weight is not
         (FP4, ["grad_output"] * 2 + ["input"] * 2 + ["weight"]),
     ],
-    ids=["tensor", "square", "rows", "transformed"],
+    ids=["tensor", "square", "rows", "tensor, transformed", "blocks, transformed"],
 )
 def test_one_copy_serves_two_products_where_scale_and_transform_allow_it(monkeypatch, casts, made):
     seen: list[str] = []
@@ -204,3 +207,31 @@ def test_uninitialised_memory_and_what_lies_around_a_matrix_are_never_read(casts
         finally:
             torch.use_deterministic_algorithms(False)
         assert_same(poisoned, clean)
+
+
+def test_one_grad_output_goes_to_products_that_are_carried_in_different_dtypes():
+    # E5M2 by E4M3 is carried in bfloat16, by float16 in float32
+    fast = replace(FP8, emulation=Emulation.FAST, activation=CastSpec(FP16))
+    cpu = torch.device("cpu")
+    assert len({fast.backend(gemm, cpu).carrier for gemm in (GRAD_INPUT, GRAD_WEIGHT)}) == 2 or not FAST_BF16
+    exact = step(replace(fast, emulation=Emulation.EXACT))
+    for found, expected in zip(step(fast), exact, strict=True):
+        assert (found - expected).norm() <= 2**-8 * expected.norm()
+
+
+def test_a_weight_that_grad_input_multiplies_as_it_is_is_kept_by_reference():
+    x, weight, bias = leaves()
+    for compute, in_compute in ((BF16, (False, True, False)), (BF16, (True, True, True))):
+        kept: list[Tensor] = []
+        casts = replace(FP8, compute=compute, in_compute=in_compute)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            linear(x, weight, bias, casts, out_dtype=torch.float32)
+        of_weight = [t for t in kept if t.numel() == weight.numel() and t.shape == weight.shape]
+        assert [t.data_ptr() for t in of_weight] == [weight.data_ptr()]
+
+
+def test_factors_of_channels_are_the_powers_of_two_at_or_below_their_largest_magnitude():
+    x = torch.tensor([[1.0, -3.0, 0.0, 0.5, torch.inf, torch.nan, 1e-40, 3e38], [0.5, 1.0, 0.0, -0.75, 1.0, 1.0, 0, 0]])
+    assert channel_factors(x).tolist() == [1.0, 2.0, 1.0, 0.5, 1.0, 1.0, 1.0, 2.0**127]
+    assert channel_factors(x[:0]).tolist() == [1.0] * 8
+    assert channel_factors(x.half()[:, :2]).dtype is torch.float32
