@@ -6,12 +6,9 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from narrowgauge.cli.arguments import Parser
-
-if TYPE_CHECKING:
-    from narrowgauge.recipes.spec import CastSpec
 
 PACKAGES = (
     "narrowgauge", "torch", "numpy", "numba", "safetensors", "tokenizers",
@@ -109,7 +106,7 @@ def _products() -> list[dict[str, Any]]:
                 backend = casts.backend(gemm, device)
                 row = {
                     "device": str(device),
-                    "operands": " x ".join(dict.fromkeys(_operand(spec) for spec in casts.along_the_sum(gemm))),
+                    "operands": " x ".join(dict.fromkeys(spec.short for spec in casts.along_the_sum(gemm))),
                     "recipes": [],
                     "runs": "native" if backend.native else "emulated",
                     "why": backend.reason,
@@ -118,12 +115,3 @@ def _products() -> list[dict[str, Any]]:
                 if name not in found:
                     found.append(name)
     return list(rows.values())
-
-
-def _operand(spec: CastSpec) -> str:
-    """Format, tile and kind of scale, as short as they are unmistakable: E4M3FN 1x32 E8M0."""
-    from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4
-
-    tile = "" if not spec.in_blocks else f" {spec.granularity}".removesuffix(" blocks")
-    scale = " E8M0" if spec.scale in E8M0_RULES else " NVFP4" if spec.scale is NVFP4 else ""
-    return f"{spec.format}{tile}{scale}"

@@ -14,6 +14,7 @@ from narrowgauge.layers.kinds import Kind, kind_of, skip_reason
 from narrowgauge.layers.norm import LayerNorm, RMSNorm
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.ops.matmul import GEMMS
+from narrowgauge.recipes.spec import OPERAND_ROLES
 
 CONVERTED = "converted"  # the recipe's own arithmetic
 KEPT = "kept"  # the compute dtype, or as it was
@@ -114,7 +115,14 @@ def _products(module: RecipeLayer) -> str:
     how = backends[0].reason if one else casts.describe(device).reason
     if not module.quantized:
         return how
-    return f"{casts.input.format} x {casts.weight.format}, grad_output {casts.grad_output.format}; {how}"
+    stochastic = [role for role in OPERAND_ROLES if getattr(casts, role).is_stochastic]
+    details = [
+        f"{casts.input.short} x {casts.weight.short}, grad_output {casts.grad_output.short}",
+        *([f"{' and '.join(stochastic)} rounded stochastically"] if stochastic else []),
+        *(["Hadamard transform in grad_weight"] if casts.hadamard is not None else []),
+        *(["smoothed input"] if casts.smooth else []),
+    ]
+    return f"{', '.join(details)}; {how}"
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -102,6 +102,13 @@ class CastSpec:
     def is_delayed(self) -> bool:
         return isinstance(self.scale, Delayed)
 
+    @property
+    def short(self) -> str:
+        """Format, tile and kind of scale, as short as they are unmistakable: E4M3FN 1x32 E8M0."""
+        tile = "" if not self.in_blocks else f" {self.granularity}".removesuffix(" blocks")
+        scale = " E8M0" if self.scale in E8M0_RULES else " NVFP4" if self.scale == NVFP4 else ""
+        return f"{self.format}{tile}{scale}"
+
     def __repr__(self) -> str:
         parts = [repr(self.format)]
         if self.in_blocks:

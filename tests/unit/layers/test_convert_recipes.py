@@ -136,3 +136,14 @@ def test_evaluation_in_one_format_takes_one_cast_of_the_weight() -> None:
     casts = layer.evaluation_casts
     assert (casts.input, casts.weight, casts.weight_for_grad_input) == (*[ng.CastSpec(ng.formats.E4M3FN)] * 2, None)
     assert casts.in_compute == (False, False, False)
+
+
+def test_the_report_says_tiles_transform_rounding_and_smoothing():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    ng.convert(model, ng.recipe("nvfp4", first_last=0, smooth=("1",)))
+    first, second = (row.reason for row in ng.report(model).rows)
+    operands = "E2M1FN 1x16 NVFP4 x E2M1FN 16x16 NVFP4, grad_output E2M1FN 1x16 NVFP4"
+    assert f"{operands}, grad_output rounded stochastically, Hadamard transform in grad_weight; this CPU" in first
+    assert "Hadamard transform in grad_weight, smoothed input; this CPU" in second
+    ng.convert(model, "mxfp8")
+    assert "E4M3FN 1x32 E8M0 x E4M3FN 1x32 E8M0, grad_output" in ng.report(model).rows[0].reason
