@@ -375,9 +375,7 @@ def test_stochastic_bfloat16_parameters_have_bfloat16_gradients_and_float32_mome
     model = Tied()
     optimizer = kind and kind(model.parameters(), lr=0.01)
     other = CastSpec(FP32 if field == "grad" else BF16)
-    with pytest.raises(
-        ng.RecipeError, match=rf"'bf16_pure' with param=\(BF16, stochastic\): {field}=.*expected"
-    ):
+    with pytest.raises(ng.RecipeError, match=rf"'bf16_pure' with param=\(BF16, stochastic\): {field}=.*expected"):
         ng.prepare(model, optimizer, ng.recipe("bf16_pure", **{field: other}))
     with pytest.raises(ng.RecipeError, match="grad=.BF16, stochastic."):
         ng.prepare(model, optimizer, ng.recipe("bf16_pure", grad=CastSpec(BF16, rounding=ng.STOCHASTIC)))
