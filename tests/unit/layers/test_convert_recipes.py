@@ -55,7 +55,8 @@ def test_what_is_converted_what_is_not_and_that_twice_is_once(name: str) -> None
     }  # fmt: skip
     assert recipe.input is not None
     for layer in ("first", "twice"):
-        assert f"{recipe.input.format} x " in rows[layer].reason  # the report says what it runs in
+        tile = f" {recipe.input.granularity!s}".removesuffix(" blocks") if recipe.input.in_blocks else ""
+        assert f"; {recipe.input.format}{tile}" in rows[layer].reason  # the report says what it runs in
         assert getattr(model, layer).training_casts.input == recipe.input
     assert model.again is model.twice and type(model.own) is OwnForward
     assert [key for key in model.state_dict() if "amax" not in key and "scale" not in key] == keys
