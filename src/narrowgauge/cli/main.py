@@ -37,7 +37,7 @@ COMMANDS = {
     "export": Command("runs", "export", "write a run's model as a Hugging Face directory"),
     "chart": Command("chart", "chart", "the precision chart of recipes"),
     "doctor": Command("doctor", "doctor", "what this machine does natively, what it emulates, and why"),
-    "bench": Command("bench", "bench", "measure linear layers or casts"),
+    "bench": Command("bench", "bench", "measure linear layers, casts, or their noise"),
 }
 
 

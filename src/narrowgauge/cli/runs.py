@@ -37,7 +37,7 @@ def evaluate(argv: Sequence[str]) -> int:
     figures = {
         "run": str(trained.folder.path),
         "step": trained.step,
-        "recipe": trained.config.recipe,
+        "recipe": trained.config.build_recipe().at(trained.step).name,
         "corpus": arguments.corpus or trained.config.data.corpus,
         "loss": found.loss,
         "perplexity": found.perplexity,

@@ -47,10 +47,11 @@ def transform(x: Tensor, signs: tuple[int, ...]) -> Tensor:
     exact factor 1/4: the same bits on every backend.
     """
     rows, columns = x.shape
-    x = F.pad(x.float(), (0, 0, 0, -rows % POINTS)).reshape(-1, POINTS, columns)
+    groups = -(-rows // POINTS)
+    x = F.pad(x.float(), (0, 0, 0, groups * POINTS - rows)).reshape(groups, POINTS, columns)
     x = x * torch.tensor(signs, dtype=torch.float32, device=x.device)[:, None]
     for distance in (1, 2, 4, 8):
-        pairs = x.view(-1, POINTS // (2 * distance), 2, distance, columns)
+        pairs = x.view(groups, POINTS // (2 * distance), 2, distance, columns)
         first, second = pairs[:, :, 0], pairs[:, :, 1]
-        x = torch.stack([first + second, first - second], dim=2).view(-1, POINTS, columns)
-    return (x * 0.25).view(-1, columns)
+        x = torch.stack([first + second, first - second], dim=2).view(groups, POINTS, columns)
+    return (x * 0.25).view(groups * POINTS, columns)

@@ -99,3 +99,9 @@ def test_seeded_signs_repeat_and_differ_between_seeds() -> None:
 def test_other_signs_are_refused(signs) -> None:
     with pytest.raises(RecipeError, match="expected 16 of 1 or -1"):
         Hadamard(signs)
+
+
+@pytest.mark.parametrize("shape", [(5, 0), (0, 3), (0, 0)])
+def test_a_matrix_without_values_has_its_padded_rows(shape) -> None:
+    rows = -(-shape[0] // 16) * 16
+    assert hadamard.transform(torch.ones(shape), hadamard.SIGNS).shape == (rows, shape[1])

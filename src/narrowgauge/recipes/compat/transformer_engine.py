@@ -145,9 +145,14 @@ def _kind_of(fields: Mapping[str, Any]) -> str:
     for name in fields:
         if name not in known:
             raise RecipeError(f"TransformerEngine: no recipe has an option '{name}'{closest(name, known)}")
+    if not kinds:
+        raise RecipeError(
+            f"TransformerEngine: no recipe has all the options {', '.join(fields)}: give those of one of "
+            f"{', '.join(RECIPES)}"
+        )
     raise RecipeError(
-        f"TransformerEngine: the fields {', '.join(fields) or '(none)'} are those of {', '.join(kinds) or 'no'} "
-        f"recipe: say which with kind=, one of {', '.join(RECIPES)}"
+        f"TransformerEngine: options {', '.join(fields) or '(none)'} are not those of one recipe alone: say which with "
+        f"kind=, one of {', '.join(kinds)}"
     )
 
 
