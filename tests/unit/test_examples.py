@@ -7,12 +7,28 @@ from pathlib import Path
 
 import pytest
 
+import narrowgauge as ng
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_delayed"])
 def test_the_minimal_loop_tells_two_spirals_apart(recipe, capsys):
     assert runpy.run_path(str(EXAMPLES / "minimal_loop.py"))["train"](recipe, 200) > 0.9
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_schedule_that_is_stopped_and_continued_is_the_run_that_never_stopped(recipe, tmp_path, capsys):
+    example = runpy.run_path(str(EXAMPLES / "precision_schedule.py"))
+    losses = example["train"](recipe, "bf16", 40, tmp_path / "checkpoint")
+    assert losses[-1] < 0.3 * losses[0]
+    counts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert len(counts) == 2
+
+    model, optimizer = example["make_run"](ng.recipe(recipe).switch_at(30, "bf16"))
+    assert ng.report(model).counts().get("converted")
+    assert example["learn"](model, optimizer, range(40)) == losses
+    assert not ng.report(model).counts().get("converted")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics import kernels, reference, reference_blocks
+from narrowgauge.numerics import hadamard, kernels, reference, reference_blocks
 from narrowgauge.numerics.hadamard import SIGNS, Hadamard
 
 
@@ -104,4 +104,4 @@ def test_other_signs_are_refused(signs) -> None:
 @pytest.mark.parametrize("shape", [(5, 0), (0, 3), (0, 0)])
 def test_a_matrix_without_values_has_its_padded_rows(shape) -> None:
     rows = -(-shape[0] // 16) * 16
-    assert hadamard.transform(torch.ones(shape), hadamard.SIGNS).shape == (rows, shape[1])
+    assert hadamard.transform(torch.ones(shape), SIGNS).shape == (rows, shape[1])
