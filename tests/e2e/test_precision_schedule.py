@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,8 @@ def test_the_command_line_takes_switches_and_says_when_they_come(make_config, tm
     shutil.rmtree(folder.checkpoint(3))
     assert main(["resume", str(folder.path)]) == 0
     assert "->" not in capsys.readouterr().out  # it was before the checkpoint
+    assert main(["eval", str(folder.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == "bf16"  # what it runs in, not what it began with
 
 
 def test_a_recipe_that_stores_otherwise_is_refused_before_anything_is_written(make_config, tmp_path: Path) -> None:
