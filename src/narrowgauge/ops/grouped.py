@@ -24,7 +24,7 @@ from narrowgauge.ops.experts import group_sizes
 from narrowgauge.ops.grouped_products import Rows, times_weights
 from narrowgauge.ops.linear import NOTHING_DELAYED
 from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
-from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call
+from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call, plain
 from narrowgauge.ops.saved import Saved, restore, save
 from narrowgauge.ops.smoothing import channel_factors
 from narrowgauge.ops.uses import backward_casts, forward_casts
@@ -114,7 +114,7 @@ class _Call(NamedTuple):
         weights = [weight[part.expert] for part in self.parts]
         if factors is None:
             return weights
-        return [_plain(each) * factor for each, factor in zip(weights, factors, strict=True)]
+        return [plain(each) * factor for each, factor in zip(weights, factors, strict=True)]
 
     def spread(self, factors: Tensor) -> Tensor:
         """The smoothing factors [parts, K] of every row: [T, K]."""
@@ -235,7 +235,3 @@ def _zeros(ctx: Any, grad_output: Tensor) -> tuple[Any, Any, Any]:
         grad_output.new_zeros(experts, n, k, dtype=call.weight_dtype) if needs_weight else None,
         grad_output.new_zeros(experts, n, dtype=ctx.bias_dtype) if needs_bias else None,
     )
-
-
-def _plain(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.ops import kernels
 from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
-from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call
+from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call, plain
 from narrowgauge.ops.saved import Saved, restore, save
 from narrowgauge.ops.shared import SharedInputs
 from narrowgauge.ops.smoothing import channel_factors
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         values, factors = weight.detach(), None
         if call.casts.smooth:
             factors = channel_factors(rows)
-            rows, values = rows / factors.to(rows.dtype), _plain(values) * factors
+            rows, values = rows / factors.to(rows.dtype), plain(values) * factors
         make = functools.partial(call.caster.cast, "input", rows, source=x)
         left, input_saved = forward_casts("input", make, GRAD_WEIGHT if needs_weight else None, call.casts, x.device)
         make = functools.partial(call.caster.cast, "weight", values)
@@ -136,9 +136,5 @@ def _restored(ctx: Any, gemm: Gemm, saved_tensors: tuple[Any, ...], factors: Ten
         return restore(saved, saved_tensors)
     weight = saved_tensors[saved.at].detach()
     how = call.casts.operand(gemm, gemm.right)
-    weight = weight if factors is None else _plain(weight) * factors
+    weight = weight if factors is None else plain(weight) * factors
     return call.caster.cast(gemm.right, weight, how, keep_codes=True, carrier=None, counted=False)
-
-
-def _plain(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight

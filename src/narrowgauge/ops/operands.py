@@ -112,7 +112,7 @@ class Caster(NamedTuple):
 
         def make() -> Cast:
             return cast_by(
-                x if how.hadamard is None else kernels.transform(_plain(x), how.hadamard.signs),
+                x if how.hadamard is None else kernels.transform(plain(x), how.hadamard.signs),
                 spec,
                 quant_scale,
                 keep_codes=keep_codes,
@@ -222,5 +222,6 @@ def _cast_wide(x: Tensor, spec: CastSpec, count: bool) -> Cast:
     return Cast(codes, None, None, spec, scaling.tensor_amax(x), None, saturated, flushed)
 
 
-def _plain(x: Tensor) -> Tensor:
+def plain(x: Tensor) -> Tensor:
+    """The values of a QuantizedTensor; any other tensor as it is."""
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
