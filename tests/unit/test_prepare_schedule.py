@@ -67,7 +67,8 @@ def test_layers_change_after_the_step_and_not_before() -> None:
     kept, e4m3 = ("kept", ""), ("converted", "E4M3FN")
     first = {"up": kept, "down": e4m3, "lm_head": kept}
     second = {"up": kept, "down": kept, "lm_head": kept}
-    third = {"up": e4m3, "down": e4m3, "lm_head": kept}
+    tiles = ("converted", "E4M3FN 1x128")
+    third = {"up": tiles, "down": tiles, "lm_head": kept}
     assert seen == [first, first, second, second, third, third]
     casts = parts[0].up.training_casts
     assert casts.input.granularity == ng.Block(1, 128)
