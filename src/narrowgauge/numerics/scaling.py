@@ -194,7 +194,12 @@ def _nvfp4_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def nvfp4_tensor_factor(tensor_amax: Tensor) -> Tensor:
     """amax * fl(1/2688), what an E4M3 scale byte of 1 stands for: 0-dimensional float32."""
-    return tensor_amax * (torch.ones_like(tensor_amax) / torch.full_like(tensor_amax, E2M1FN.max * E4M3FN.max))
+    return tensor_amax * _nvfp4_inverse(tensor_amax)
+
+
+def _nvfp4_inverse(like: Tensor) -> Tensor:
+    """fl(1/2688), the inverse of the largest code times the largest scale byte: float32 of the shape of `like`."""
+    return torch.ones_like(like) / torch.full_like(like, E2M1FN.max * E4M3FN.max)
 
 
 def block_factors(dequant_scale: Tensor, tensor_amax: Tensor | None = None) -> Tensor:
@@ -205,8 +210,7 @@ def block_factors(dequant_scale: Tensor, tensor_amax: Tensor | None = None) -> T
     factors = dequant_scale if dequant_scale.dtype is torch.float32 else _byte_values(dequant_scale)
     if tensor_amax is None or dequant_scale.dtype is not E4M3FN.dtype:
         return factors
-    inverse = torch.ones_like(tensor_amax) / torch.full_like(tensor_amax, E2M1FN.max * E4M3FN.max)
-    return factors * tensor_amax * inverse
+    return factors * tensor_amax * _nvfp4_inverse(tensor_amax)
 
 
 def _byte_values(stored: Tensor) -> Tensor:

@@ -239,8 +239,6 @@ def dequantize_blocks_eagerly(
 
 def transform_eagerly(x: Tensor, signs: tuple[int, ...]) -> Tensor:
     """`transform` of a real tensor: Numba, Triton or torch."""
-    if x.numel() == 0:
-        return x.new_zeros(-(-x.shape[0] // hadamard.POINTS) * hadamard.POINTS, x.shape[1], dtype=torch.float32)
     fast = _hadamard_module(x, x.dtype in _INPUTS)
     return hadamard.transform(x.detach(), signs) if fast is None else fast.transform(x, signs)
 
