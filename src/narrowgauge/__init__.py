@@ -37,10 +37,16 @@ _HOMES = {
     "E8M0_UP": "numerics.scaling",
     "E8M0_FLOOR": "numerics.scaling",
     "NVFP4": "numerics.scaling",
+    "ULP": "numerics.scaling",
     "NONE": "numerics.scaling",
     "Delayed": "numerics.scaling",
     "NEAREST_EVEN": "numerics.rounding",
     "STOCHASTIC": "numerics.rounding",
+    "NONZERO": "numerics.rounding",
+    "LINEAR": "numerics.companding",
+    "SQUARE_ROOT": "numerics.companding",
+    "DYNAMIC": "numerics.companding",
+    "RANGE_EXPANSION": "numerics.companding",
     "Hadamard": "numerics.hadamard",
     "QuantizedTensor": "tensors.quantized",
     "quantize": "tensors.quantized",
@@ -63,9 +69,10 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
     from narrowgauge.layers.convert import convert
     from narrowgauge.layers.report import ConversionReport, report
     from narrowgauge.numerics import formats
+    from narrowgauge.numerics.companding import DYNAMIC, LINEAR, RANGE_EXPANSION, SQUARE_ROOT
     from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
     from narrowgauge.numerics.hadamard import Hadamard
-    from narrowgauge.numerics.rounding import NEAREST_EVEN, STOCHASTIC
+    from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO, STOCHASTIC
     from narrowgauge.numerics.scaling import (
         CURRENT,
         CURRENT_POW2,
@@ -74,6 +81,7 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
         NONE,
         NVFP4,
         TENSOR_POW2,
+        ULP,
         Delayed,
     )
     from narrowgauge.observe.ledger import ledger
@@ -87,9 +95,10 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
 
 __all__ = [
     "Block", "CURRENT", "CURRENT_POW2", "CastSpec", "CheckpointError", "ConfigError", "ConversionError",
-    "ConversionReport", "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_FLOOR", "E8M0_UP",
-    "Hadamard", "LossScaler", "NEAREST_EVEN", "NONE", "NVFP4", "NarrowgaugeError", "PER_COLUMN", "PER_ROW",
-    "PER_TENSOR", "QuantizedTensor", "Recipe", "RecipeError", "STOCHASTIC", "TENSOR_POW2", "autocast",
+    "ConversionReport", "DYNAMIC", "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_FLOOR",
+    "E8M0_UP", "Hadamard", "LINEAR", "LossScaler", "NEAREST_EVEN", "NONE", "NONZERO", "NVFP4", "NarrowgaugeError",
+    "PER_COLUMN", "PER_ROW", "PER_TENSOR", "QuantizedTensor", "RANGE_EXPANSION", "Recipe", "RecipeError",
+    "SQUARE_ROOT", "STOCHASTIC", "TENSOR_POW2", "ULP", "autocast",
     "clip_grad_norm_", "convert", "formats", "ledger", "load", "optim", "prepare", "quantize", "recipe",
     "recipe_names", "recipes", "report", "save",
 ]  # fmt: skip

@@ -79,14 +79,20 @@ E2M3FN = Format("E2M3FN", 6, 2, 3, 1, 7.5, False, False, torch.uint8)
 E8M0FNU = Format("E8M0FNU", 8, 8, 0, 127, 2.0**127, False, True, torch.float8_e8m0fnu, signed=False)
 INT8 = Format("INT8", 8, 0, 7, 0, 127.0, False, False, torch.int8)  # -128 is not used: the grid is symmetric
 UINT8 = Format("UINT8", 8, 0, 8, 0, 255.0, False, False, torch.uint8, signed=False)
+INT4 = Format("INT4", 4, 0, 3, 0, 7.0, False, False, torch.int8)  # -8 is not used
+UINT4 = Format("UINT4", 4, 0, 4, 0, 15.0, False, False, torch.uint8, signed=False)
+INT16 = Format("INT16", 16, 0, 15, 0, 32767.0, False, False, torch.int16)
 FP16 = Format("FP16", 16, 5, 10, 15, 65504.0, True, True, torch.float16, saturating=False)
 BF16 = Format("BF16", 16, 8, 7, 127, float.fromhex("0x1.fep127"), True, True, torch.bfloat16, saturating=False)
 TF32 = Format("TF32", 19, 8, 10, 127, float.fromhex("0x1.ffcp127"), True, True, torch.float32, saturating=False)
 FP32 = Format("FP32", 32, 8, 23, 127, float.fromhex("0x1.fffffep127"), True, True, torch.float32, saturating=False)
 
 ALL: dict[str, Format] = {
-    f.name: f for f in (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN, E8M0FNU, INT8, UINT8, FP16, BF16, TF32, FP32)
-}
+    f.name: f
+    for f in (
+        E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN, E8M0FNU, INT8, UINT8, INT4, UINT4, INT16, FP16, BF16, TF32, FP32,
+    )
+}  # fmt: skip
 
 _BY_DTYPE = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 

@@ -22,6 +22,7 @@ class Rounding(Enum):
 
     NEAREST_EVEN = "nearest even"
     STOCHASTIC = "stochastic"
+    NONZERO = "nearest even, and nothing but zero to zero"  # for what is divided by
 
     def __repr__(self) -> str:
         return self.name
@@ -29,6 +30,7 @@ class Rounding(Enum):
 
 NEAREST_EVEN = Rounding.NEAREST_EVEN
 STOCHASTIC = Rounding.STOCHASTIC
+NONZERO = Rounding.NONZERO
 
 
 def encode(x: Tensor, fmt: Format, *, saturating: bool | None = None, words: Tensor | None = None) -> Tensor:

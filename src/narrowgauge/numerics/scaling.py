@@ -34,6 +34,7 @@ class ScaleRule(Enum):
     E8M0_UP = "E8M0, rounded up"  # NVIDIA's MXFP8 recipe
     E8M0_FLOOR = "E8M0, rounded down: saturates"  # OCP MX v1.0, section 6.3
     NVFP4 = "NVFP4: E4M3 per block, float32 per tensor"  # TransformerEngine, arXiv:2509.25149
+    ULP = "units in the last place of the parameter"  # of a residual; FlashOptim
 
     def __repr__(self) -> str:
         return self.name
@@ -86,6 +87,7 @@ TENSOR_POW2 = ScaleRule.TENSOR_POW2
 E8M0_UP = ScaleRule.E8M0_UP
 E8M0_FLOOR = ScaleRule.E8M0_FLOOR
 NVFP4 = ScaleRule.NVFP4
+ULP = ScaleRule.ULP
 E8M0_RULES = (E8M0_UP, E8M0_FLOOR)
 POW2_RULES = (CURRENT_POW2, TENSOR_POW2, *E8M0_RULES)
 

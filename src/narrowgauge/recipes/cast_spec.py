@@ -6,9 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.formats import BF16, E2M1FN, E8M0FNU, FP32, TF32, Format
+from narrowgauge.numerics.companding import DYNAMIC, LINEAR, RANGE_EXPANSION, Companding
+from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E8M0FNU, FP32, INT8, INT16, TF32, UINT8, Format
 from narrowgauge.numerics.granularity import PER_TENSOR, Block
-from narrowgauge.numerics.rounding import NEAREST_EVEN, Rounding
+from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO, STOCHASTIC, Rounding
 from narrowgauge.numerics.scaling import (
     CURRENT,
     E8M0_RULES,
@@ -16,6 +17,7 @@ from narrowgauge.numerics.scaling import (
     NVFP4,
     POW2_RULES,
     TENSOR_POW2,
+    ULP,
     Delayed,
     Scale,
     ScaleRule,
@@ -28,22 +30,25 @@ class CastSpec:
 
     Where `scale` is left out, narrow formats (at most 8 bits) take current scaling and wide ones none. FP16 with a
     scale is scaled storage, which saturates; without one it overflows as IEEE 754 does. `granularity` is PER_TENSOR,
-    PER_ROW, PER_COLUMN or Block(rows, columns). Raises RecipeError for values of the wrong kind, and for what does not
-    go together: a scale on a format that has float32's range, blocks without a scale or with a scale that is defined
-    for whole tensors, NVFP4's scales on another format.
+    PER_ROW, PER_COLUMN or Block(rows, columns). `companding` bends values before the cast, tile by tile. Raises
+    RecipeError for values of the wrong kind, and for what does not go together: a scale on a format that has float32's
+    range, blocks without a scale or with a scale that is defined for whole tensors, NVFP4's scales on another format,
+    companding without tiles of CURRENT scaling or in a format that its curve is not made for.
     """
 
     format: Format
     granularity: Block = PER_TENSOR
     scale: Scale | None = None
     rounding: Rounding = NEAREST_EVEN
+    companding: Companding = LINEAR
 
     def __post_init__(self) -> None:
         for field, kind, example in (
             ("format", Format, "a Format, e.g. formats.E4M3FN"),
             ("granularity", Block, "PER_TENSOR, PER_ROW, PER_COLUMN or Block(rows, columns)"),
             ("scale", ScaleRule | Delayed | None, f"{', '.join(ScaleRule.__members__)} or Delayed(...)"),
-            ("rounding", Rounding, "NEAREST_EVEN or STOCHASTIC"),
+            ("rounding", Rounding, "NEAREST_EVEN, STOCHASTIC or NONZERO"),
+            ("companding", Companding, ", ".join(Companding.__members__)),
         ):
             if not isinstance(getattr(self, field), kind):
                 raise RecipeError(f"CastSpec {field}={getattr(self, field)!r}: expected {example}")
@@ -68,10 +73,34 @@ class CastSpec:
                 f"scale NVFP4 with {self.format}, {granularity!r}: it is defined for blocks of E2M1FN; use "
                 "CastSpec(formats.E2M1FN, Block(1, 16), NVFP4), or another scale"
             )
+        if scale is ULP and (self.format not in (INT8, INT16) or self.in_blocks or self.rounding is not NEAREST_EVEN):
+            raise RecipeError(
+                f"scale ULP with {self.format}, {granularity!r}: it is that of a residual of bfloat16 parameters; use "
+                "CastSpec(formats.INT8, scale=ULP), or INT16 for all of float32"
+            )
+        if self.rounding is NONZERO and self.format in (BF16, TF32, FP32):
+            raise RecipeError(f"{self.format} with NONZERO rounding: it has float32's range and makes no zeros")
+        self._check_companding()
         if scale in E8M0_RULES and not self.format.is_narrow:
             raise RecipeError(f"scale {scale!r} with {self.format}: E8M0 scales are for formats of at most 8 bits")
         if self.is_stochastic and self.format in (FP32, TF32):
             raise RecipeError(f"{self.format} with STOCHASTIC rounding: expected a format of at most 16 bits")
+
+    def _check_companding(self) -> None:
+        if self.companding is LINEAR:
+            return
+        what = f"companding {self.companding!r}"
+        if not self.in_blocks or self.scale is not CURRENT:
+            raise RecipeError(
+                f"{what} with {self.granularity!r}, scale {self.scale!r}: it bends tiles that CURRENT scaling has "
+                "brought to one magnitude; use Block(1, 128) and leave scale out"
+            )
+        if self.is_stochastic:
+            raise RecipeError(f"{what} with STOCHASTIC rounding: it would be unbiased on the curve only; leave it out")
+        made_for = {DYNAMIC: (INT8, UINT8), RANGE_EXPANSION: (E4M3FN,)}.get(self.companding)
+        if not self.format.is_narrow or (made_for is not None and self.format not in made_for):
+            expected = "a format of at most 8 bits" if made_for is None else " or ".join(map(str, made_for))
+            raise RecipeError(f"{what} with {self.format}: expected {expected}")
 
     @property
     def in_blocks(self) -> bool:
@@ -80,7 +109,7 @@ class CastSpec:
 
     @property
     def is_stochastic(self) -> bool:
-        return self.rounding is not NEAREST_EVEN
+        return self.rounding is STOCHASTIC
 
     @property
     def has_pow2_scale(self) -> bool:
@@ -117,6 +146,8 @@ class CastSpec:
             parts.append(f"scale={self.scale!r}")
         if self.rounding is not NEAREST_EVEN:
             parts.append(f"rounding={self.rounding!r}")
+        if self.companding is not LINEAR:
+            parts.append(f"companding={self.companding!r}")
         return f"CastSpec({', '.join(parts)})"
 
     def __str__(self) -> str:
@@ -127,6 +158,8 @@ class CastSpec:
             parts += [f"scale {self.scale.value}", str(self.granularity)]
         elif self.format.is_narrow:
             parts.append("unscaled")
+        if self.companding is not LINEAR:
+            parts.append(str(self.companding.value))
         if self.rounding is not NEAREST_EVEN:
             parts.append(str(self.rounding.value))
         return ", ".join(parts)

@@ -28,6 +28,13 @@ class Evaluation(StrEnum):
     COMPUTE = "compute"
 
 
+class GradAccumulation(StrEnum):
+    """How a second backward adds to gradients of at most 8 bits: in float32, cast once, or each time stochastically."""
+
+    EXACT = "exact"
+    STOCHASTIC = "stochastic"
+
+
 AUTO = "auto"
 E = TypeVar("E", bound=StrEnum)
 V = TypeVar("V")
@@ -69,6 +76,11 @@ def evaluation(value: Any) -> Evaluation | Format:
             raise RecipeError(f"evaluation={value!r}: expected 'same', 'compute', E4M3FN or E5M2")
         return value
     return _member(Evaluation, "evaluation", value, *_EVALUATION_FORMATS)
+
+
+def grad_accumulation(value: Any) -> GradAccumulation:
+    """ "exact" or "stochastic"."""
+    return _member(GradAccumulation, "grad_accumulation", value)
 
 
 def globs(field: str, value: Any) -> tuple[str, ...]:

@@ -12,10 +12,25 @@ from collections.abc import Callable, Collection
 from typing import Any, ParamSpec
 
 from narrowgauge.errors import RecipeError, closest
-from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, FP16, FP32, Format
+from narrowgauge.numerics.companding import SQUARE_ROOT
+from narrowgauge.numerics.formats import (
+    BF16,
+    E2M1FN,
+    E2M3FN,
+    E3M2FN,
+    E4M3FN,
+    E5M2,
+    FP16,
+    FP32,
+    INT4,
+    INT8,
+    UINT4,
+    UINT8,
+    Format,
+)
 from narrowgauge.numerics.granularity import PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.hadamard import Hadamard
-from narrowgauge.numerics.rounding import NEAREST_EVEN, STOCHASTIC
+from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO, STOCHASTIC
 from narrowgauge.numerics.scaling import (
     CURRENT,
     CURRENT_POW2,
@@ -23,6 +38,7 @@ from narrowgauge.numerics.scaling import (
     E8M0_UP,
     NVFP4,
     TENSOR_POW2,
+    ULP,
     AmaxAlgorithm,
     Delayed,
     Scale,
@@ -33,9 +49,36 @@ from narrowgauge.recipes.spec import FIELDS, CastSpec, Recipe
 
 P = ParamSpec("P")
 
+_TENSOR_E4M3 = CastSpec(E4M3FN, scale=TENSOR_POW2)
+_SCALED_FP16 = CastSpec(FP16, scale=TENSOR_POW2)
+# what FP8-LM's levels have in common; a weight has the spec of O3's parameters, whose codes are then multiplied as they
+# are. Gradients take a float32 scale, into which clipping goes without a second rounding.
+_FP8_LM: dict[str, Any] = {
+    "input": CastSpec(E4M3FN, scale=Delayed(history_length=16)),
+    "weight": _TENSOR_E4M3,
+    "grad_output": CastSpec(E5M2, scale=Delayed(history_length=16)),
+    "grad": CastSpec(E4M3FN),
+}
+_FP8_LM_MOMENTS: dict[str, Any] = {
+    "exp_avg": _TENSOR_E4M3,
+    "exp_avg_sq": CastSpec(FP16, scale=TENSOR_POW2, rounding=NONZERO),
+}
+
 # what TransformerEngine calls fp8_format: the formats of (input and weight, grad_output)
 FP8_FORMATS = {"HYBRID": (E4M3FN, E5M2), "E4M3": (E4M3FN, E4M3FN)}
 FP6_FORMATS = {"E3M2": E3M2FN, "E2M3": E2M3FN}
+# bits of a moment -> (exp_avg, exp_avg_sq): narrow ones on a square-root curve in tiles of 128
+MOMENTS = {
+    32: (CastSpec(FP32), CastSpec(FP32)),
+    8: (
+        CastSpec(INT8, Block(1, 128), companding=SQUARE_ROOT),
+        CastSpec(UINT8, Block(1, 128), rounding=NONZERO, companding=SQUARE_ROOT),
+    ),
+    4: (
+        CastSpec(INT4, Block(1, 128), companding=SQUARE_ROOT),
+        CastSpec(UINT4, Block(1, 128), rounding=NONZERO, companding=SQUARE_ROOT),
+    ),
+}
 FLOAT_SCALES = (CURRENT_POW2, CURRENT)
 
 
@@ -78,9 +121,19 @@ def fp16_pure() -> Recipe:
     return Recipe(name="fp16_pure", compute=FP16, param=CastSpec(FP16, scale=TENSOR_POW2))
 
 
-def bf16_pure() -> Recipe:
-    """All in bfloat16 but the moments; updates are rounded stochastically (Zamirai et al. 2020, arXiv:2010.06192)."""
-    return Recipe(name="bf16_pure", compute=BF16, param=CastSpec(BF16, rounding=STOCHASTIC), grad=CastSpec(BF16))
+@_named_options
+def bf16_pure(moment_bits: int = 32) -> Recipe:
+    """All in bfloat16 but the moments; updates are rounded stochastically (Zamirai et al. 2020, arXiv:2010.06192).
+
+    moment_bits: 32, 8 or 4 for each of the two moments.
+    """
+    return Recipe(
+        name="bf16_pure",
+        compute=BF16,
+        param=CastSpec(BF16, rounding=STOCHASTIC),
+        grad=CastSpec(BF16),
+        **_moments(moment_bits),
+    )
 
 
 @_named_options
@@ -210,11 +263,44 @@ def nvfp4(
     )
 
 
+def fp8_lm_o1() -> Recipe:
+    """FP8-LM's first level: scaled FP16 weights, FP8 gradients (Peng et al. 2023, arXiv:2310.18313; MS-AMP)."""
+    return Recipe(name="fp8_lm_o1", param=_SCALED_FP16, **_FP8_LM)
+
+
+def fp8_lm_o2() -> Recipe:
+    """As fp8_lm_o1, with the first moment in FP8 and the second in scaled FP16: 6 bytes a parameter."""
+    return Recipe(name="fp8_lm_o2", param=_SCALED_FP16, **_FP8_LM, **_FP8_LM_MOMENTS)
+
+
+def fp8_lm_o3() -> Recipe:
+    """As fp8_lm_o2, with FP8 weights beside a scaled FP16 master: 7 bytes a parameter, weights gathered in one."""
+    return Recipe(name="fp8_lm_o3", param=_TENSOR_E4M3, master=_SCALED_FP16, **_FP8_LM, **_FP8_LM_MOMENTS)
+
+
+@_named_options
+def narrow8(moment_bits: int = 8) -> Recipe:
+    """Ours: FP8 GEMMs, bfloat16 parameters with an 8-bit residual, 8-bit gradients and moments: 6.1 bytes a parameter.
+
+    moment_bits: 8, 4 or 32 for each of the two moments; 4 saves one byte more.
+    """
+    return Recipe(name="narrow8", param=CastSpec(BF16), master=CastSpec(INT8, scale=ULP), **_narrow(moment_bits))
+
+
+@_named_options
+def narrow8_sr(moment_bits: int = 8) -> Recipe:
+    """As narrow8, without the residual: updates are rounded to bfloat16 stochastically; 5.1 bytes a parameter.
+
+    moment_bits: as in narrow8.
+    """
+    return Recipe(name="narrow8_sr", param=CastSpec(BF16, rounding=STOCHASTIC), **_narrow(moment_bits))
+
+
 _NAMED: dict[str, Callable[..., Recipe]] = {
     build.__name__: build
     for build in (
         fp32, tf32, bf16, bf16_pure, fp16, fp16_pure, fp8_current, fp8_delayed, fp8_rowwise, fp8_rowwise_gw_hp,
-        fp8_block, mxfp8, mxfp6, mxfp4, nvfp4,
+        fp8_block, mxfp8, mxfp6, mxfp4, nvfp4, fp8_lm_o1, fp8_lm_o2, fp8_lm_o3, narrow8, narrow8_sr,
     )
 }  # fmt: skip
 
@@ -267,6 +353,16 @@ def _operands(fp8_format: str | Format, scale: Scale) -> dict[str, Any]:
 
 def _fp8_formats(fp8_format: str | Format) -> tuple[Format, Format]:
     return check.choice("fp8_format", "E4M3" if fp8_format == E4M3FN else fp8_format, FP8_FORMATS)
+
+
+def _moments(bits: int) -> dict[str, CastSpec]:
+    if bits not in MOMENTS or isinstance(bits, bool):
+        raise RecipeError(f"moment_bits={bits!r}: expected {', '.join(map(str, MOMENTS))}")
+    return dict(zip(("exp_avg", "exp_avg_sq"), MOMENTS[bits], strict=True))
+
+
+def _narrow(moment_bits: int) -> dict[str, Any]:
+    return {**_operands("HYBRID", CURRENT), "grad": CastSpec(E4M3FN), **_moments(moment_bits)}
 
 
 def _mx(forward: Format, backward: Format, scale: str | ScaleRule, stochastic: bool = False) -> dict[str, Any]:

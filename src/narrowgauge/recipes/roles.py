@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.companding import LINEAR
 from narrowgauge.numerics.formats import TF32
+from narrowgauge.numerics.rounding import NONZERO
+from narrowgauge.numerics.scaling import ULP
 from narrowgauge.recipes.cast_spec import CastSpec
 
 GEMMS = ("output", "grad_input", "grad_weight")  # the order of override_linear_precision
@@ -15,6 +18,7 @@ OPERAND_ROLES = ("input", "weight", "grad_output")
 # the second use of an operand, in the product named, where its cast is not that of the first; input's is `activation`
 SECOND_USES = ("weight_for_grad_input", "grad_output_for_grad_weight")
 STATE_ROLES = ("param", "master", "grad", "exp_avg", "exp_avg_sq")
+MOMENT_ROLES = ("exp_avg", "exp_avg_sq")  # an optimizer with one moment, momentum, keeps it as exp_avg
 COMM_ROLES = ("grad_comm", "param_comm", "activation_comm", "pipeline_comm")
 ROLES = (*OPERAND_ROLES, *SECOND_USES, "activation", *STATE_ROLES, *COMM_ROLES)
 REQUIRED_ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -39,6 +43,14 @@ def check_role(role: str, spec: Any) -> None:
         raise RecipeError(
             f"{role}={spec!r}: {spec.format} has no negative values, and only exp_avg_sq needs none; use INT8 here"
         )
+    if spec.companding is not LINEAR and role not in MOMENT_ROLES:
+        raise RecipeError(
+            f"{role}={spec!r}: companding is for moments, which are read and written whole; leave it out here"
+        )
+    if spec.rounding is NONZERO and role != "exp_avg_sq":
+        raise RecipeError(f"{role}={spec!r}: NONZERO is for exp_avg_sq, which is divided by; use NEAREST_EVEN here")
+    if spec.scale is ULP and role != "master":
+        raise RecipeError(f"{role}={spec!r}: ULP is the scale of a master's residual; use CURRENT here")
     if role in OPERAND_ROLES:
         return
     if spec.is_delayed:
@@ -47,7 +59,7 @@ def check_role(role: str, spec: Any) -> None:
         )
     if spec.format is TF32:
         raise RecipeError(f"{role}={spec!r}: TF32 is a format of products and stores nothing; use FP32 here")
-    if role in STATE_ROLES and spec.format.bits < 8:
+    if role in STATE_ROLES and role not in MOMENT_ROLES and spec.format.bits < 8:
         # half a unit in the last place of E2M1 is a quarter of the value: no update would ever move it
         raise RecipeError(
             f"{role}={spec!r}: what is kept from step to step takes small updates, which {spec.format} with its "

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics import formats
+from narrowgauge.numerics.companding import Companding
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.hadamard import Hadamard
@@ -49,6 +50,7 @@ def spec_to_dict(spec: CastSpec, what: str = "cast") -> dict[str, Any]:
         "granularity": spec.granularity.name,
         "scale": _plain_scale(what, spec.scale),
         "rounding": spec.rounding.name,
+        "companding": spec.companding.name,
     }
 
 
@@ -63,6 +65,7 @@ def spec_from_dict(data: Mapping[str, Any], what: str = "cast") -> CastSpec:
         "granularity": lambda value: _granularity(f"{what} granularity", value),
         "scale": lambda value: _scale(what, value),
         "rounding": lambda value: _look_up(f"{what} rounding", value, Rounding.__members__),
+        "companding": lambda value: _look_up(f"{what} companding", value, Companding.__members__),
     }
     return CastSpec(**{key: readers[key](value) for key, value in data.items()})
 

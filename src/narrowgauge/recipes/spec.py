@@ -12,12 +12,14 @@ import torch
 from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics.formats import BF16, FP16, FP32, Format
 from narrowgauge.numerics.hadamard import Hadamard
+from narrowgauge.numerics.scaling import ULP
 from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.cast_spec import CastSpec
-from narrowgauge.recipes.fields import AUTO, Emulation, Evaluation
+from narrowgauge.recipes.fields import AUTO, Emulation, Evaluation, GradAccumulation
 from narrowgauge.recipes.roles import (
     COMM_ROLES,
     GEMMS,
+    MOMENT_ROLES,
     OPERAND_ROLES,
     OPERANDS,
     REQUIRED_ROLES,
@@ -30,8 +32,8 @@ from narrowgauge.recipes.roles import (
 from narrowgauge.recipes.schedule import check_schedule
 
 __all__ = [
-    "COMM_ROLES", "FIELDS", "GEMMS", "OPERANDS", "OPERAND_ROLES", "REQUIRED_ROLES", "ROLES", "SECOND_USES",
-    "STATE_ROLES", "CastSpec", "Emulation", "Evaluation", "Recipe", "check_fields",
+    "COMM_ROLES", "FIELDS", "GEMMS", "MOMENT_ROLES", "OPERANDS", "OPERAND_ROLES", "REQUIRED_ROLES", "ROLES",
+    "SECOND_USES", "STATE_ROLES", "CastSpec", "Emulation", "Evaluation", "Recipe", "check_fields",
 ]  # fmt: skip
 
 
@@ -58,6 +60,9 @@ class Recipe:
     embeddings: whether embedding tables take part in `param`, `grad` and the optimizer-state roles.
     evaluation: what quantized layers run in under `model.eval()`: "same", "compute", or a format (E4M3FN, E5M2) for
         input and weight, with current scaling.
+    grad_accumulation: "exact" or "stochastic": how a second backward before the step adds to 8-bit gradients, see
+        `narrowgauge.accumulate`.
+    min_state_size: parameters with fewer values keep float32 moments and gradients as wide as they come.
     tf32: float32 products that remain are rounded to TF32 operands.
     hadamard: transform of both operands of grad_weight along the tokens, before their casts.
     schedule: ((steps, recipe), ...): the recipe in force after so many optimizer steps, see `switch_at`.
@@ -92,6 +97,8 @@ class Recipe:
     min_size: int = 16
     embeddings: bool = True
     evaluation: Evaluation | Format | str = Evaluation.SAME
+    grad_accumulation: GradAccumulation | str = GradAccumulation.EXACT
+    min_state_size: int = 4096
     tf32: bool = False
     hadamard: Hadamard | None = None
     smooth: tuple[str, ...] = ()
@@ -110,16 +117,40 @@ class Recipe:
         set_field(self, "override_linear_precision", check.override(self.override_linear_precision))
         set_field(self, "emulation", check.emulation(self.emulation))
         set_field(self, "evaluation", check.evaluation(self.evaluation))
+        set_field(self, "grad_accumulation", check.grad_accumulation(self.grad_accumulation))
         set_field(self, "first_last", check.first_last(self.first_last))
         for field in ("include", "exclude", "smooth"):
             set_field(self, field, check.globs(field, getattr(self, field)))
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise RecipeError(f"hadamard={self.hadamard!r}: expected Hadamard() or None")
         check.count("min_size", self.min_size)
+        check.count("min_state_size", self.min_state_size)
         for field in ("embeddings", "tf32"):
             check.flag(field, getattr(self, field))
         set_field(self, "schedule", check_schedule(self, self.schedule))
         self._check_transforms()
+        self._check_master()
+
+    def _check_master(self) -> None:
+        """Raise RecipeError for a master that does not complete the parameter."""
+        master, param = self.master, self.param
+        if master is None:
+            return
+        if param.is_stochastic:
+            raise RecipeError(
+                f"master={master!r} with param={param!r}: what rounding leaves over is in the master, and nothing is "
+                "left to chance; use NEAREST_EVEN, or master=None"
+            )
+        if master.scale is ULP:
+            if param != CastSpec(BF16):
+                raise RecipeError(
+                    f"master={master!r}: it completes bfloat16; use param=CastSpec(BF16), found {param!r}"
+                )
+        elif master.in_blocks or master.format.is_narrow or master.format.bits < param.format.bits:
+            raise RecipeError(
+                f"master={master!r} with param={param!r}: a copy must hold more than the parameter: use "
+                "CastSpec(FP32), or CastSpec(FP16, scale=TENSOR_POW2); a residual is CastSpec(INT8, scale=ULP)"
+            )
 
     def _check_transforms(self) -> None:
         """Raise RecipeError for `hadamard` or `smooth` where no cast follows that could gain by it."""
