@@ -78,6 +78,8 @@ class CastSpec:
                 f"scale ULP with {self.format}, {granularity!r}: it is that of a residual of bfloat16 parameters; use "
                 "CastSpec(formats.INT8, scale=ULP), or INT16 for all of float32"
             )
+        if self.format == INT16 and scale is not ULP:
+            raise RecipeError(f"scale {scale!r} with INT16: it holds residuals of bfloat16 parameters; use scale=ULP")
         if self.rounding is NONZERO and self.format in (BF16, TF32, FP32):
             raise RecipeError(f"{self.format} with NONZERO rounding: it has float32's range and makes no zeros")
         self._check_companding()

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 from narrowgauge.numerics import formats
 from narrowgauge.numerics.formats import FP32, TF32, Format
-from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4
+from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4, ULP
 from narrowgauge.recipes.fields import AUTO
 from narrowgauge.recipes.library import recipe, recipe_names
 from narrowgauge.recipes.spec import GEMMS, OPERANDS, CastSpec, Recipe
 
 # the guide's row -> the recipe that it describes
-GUIDE_ROWS = {"FP16 AMP": "fp16", "Nvidia TE": "fp8_delayed"}
+GUIDE_ROWS = {
+    "FP16 AMP": "fp16", "Nvidia TE": "fp8_delayed", "MS-AMP O1": "fp8_lm_o1", "MS-AMP O2": "fp8_lm_o2",
+    "MS-AMP O3": "fp8_lm_o3",
+}  # fmt: skip
 
 HEADERS = (
     "Optimization Level", "Computation(GEMM)", "Comm", "Weight", "Master Weight", "Weight Gradient",
@@ -32,8 +35,8 @@ class ChartRow:
     """One recipe in the chart: formats by their width, e.g. FP8 for both E4M3FN and E5M2, MXFP8 under E8M0 scales.
 
     gemm: operands of the linear layers' three products. communication: the reduction of gradients. weight,
-    master_weight, weight_gradient: what is stored. optimizer_states: first + second moment. activations: what a
-    quantized linear layer saves for backward.
+    master_weight, weight_gradient: what is stored; a master with a plus sign completes the weight, others replace it at
+    the update. optimizer_states: first + second moment. activations: what a quantized linear layer saves for backward.
     """
 
     name: str
@@ -82,7 +85,7 @@ def _row(of: Recipe, title: str | None = None) -> ChartRow:
         gemm=_gemm(of),
         communication=_stored(of.grad_comm or of.grad),
         weight=_stored(of.param),
-        master_weight=_stored(of.master) if of.master else "N/A",
+        master_weight=_master(of.master),
         weight_gradient=_stored(of.grad),
         optimizer_states=f"{_stored(of.exp_avg)}+{_stored(of.exp_avg_sq)}",
         activations=_activations(of),
@@ -115,6 +118,13 @@ def _compute(of: Recipe) -> str:
 
 def _stored(spec: CastSpec) -> str:
     return formats.of_dtype(spec.format.dtype).name if spec.format is TF32 else _label(spec)
+
+
+def _master(spec: CastSpec | None) -> str:
+    """A residual is written as what it adds to the weight: "+INT8"."""
+    if spec is None:
+        return "N/A"
+    return f"+{_stored(spec)}" if spec.scale is ULP else _stored(spec)
 
 
 def _label(spec: CastSpec) -> str:

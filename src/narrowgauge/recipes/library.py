@@ -5,81 +5,32 @@ A new recipe is a function with a docstring, entered in `_NAMED`; whatever param
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec
 
 from narrowgauge.errors import RecipeError, closest
-from narrowgauge.numerics.companding import SQUARE_ROOT
-from narrowgauge.numerics.formats import (
-    BF16,
-    E2M1FN,
-    E2M3FN,
-    E3M2FN,
-    E4M3FN,
-    E5M2,
-    FP16,
-    FP32,
-    INT4,
-    INT8,
-    UINT4,
-    UINT8,
-    Format,
-)
+from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, FP16, FP32, INT8, Format
 from narrowgauge.numerics.granularity import PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.hadamard import Hadamard
-from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO, STOCHASTIC
+from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.numerics.scaling import (
     CURRENT,
     CURRENT_POW2,
-    E8M0_RULES,
     E8M0_UP,
     NVFP4,
     TENSOR_POW2,
     ULP,
     AmaxAlgorithm,
     Delayed,
-    Scale,
     ScaleRule,
 )
+from narrowgauge.recipes import casts
 from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.spec import FIELDS, CastSpec, Recipe
 
 P = ParamSpec("P")
-
-_TENSOR_E4M3 = CastSpec(E4M3FN, scale=TENSOR_POW2)
-_SCALED_FP16 = CastSpec(FP16, scale=TENSOR_POW2)
-# what FP8-LM's levels have in common; a weight has the spec of O3's parameters, whose codes are then multiplied as they
-# are. Gradients take a float32 scale, into which clipping goes without a second rounding.
-_FP8_LM: dict[str, Any] = {
-    "input": CastSpec(E4M3FN, scale=Delayed(history_length=16)),
-    "weight": _TENSOR_E4M3,
-    "grad_output": CastSpec(E5M2, scale=Delayed(history_length=16)),
-    "grad": CastSpec(E4M3FN),
-}
-_FP8_LM_MOMENTS: dict[str, Any] = {
-    "exp_avg": _TENSOR_E4M3,
-    "exp_avg_sq": CastSpec(FP16, scale=TENSOR_POW2, rounding=NONZERO),
-}
-
-# what TransformerEngine calls fp8_format: the formats of (input and weight, grad_output)
-FP8_FORMATS = {"HYBRID": (E4M3FN, E5M2), "E4M3": (E4M3FN, E4M3FN)}
-FP6_FORMATS = {"E3M2": E3M2FN, "E2M3": E2M3FN}
-# bits of a moment -> (exp_avg, exp_avg_sq): narrow ones on a square-root curve in tiles of 128
-MOMENTS = {
-    32: (CastSpec(FP32), CastSpec(FP32)),
-    8: (
-        CastSpec(INT8, Block(1, 128), companding=SQUARE_ROOT),
-        CastSpec(UINT8, Block(1, 128), rounding=NONZERO, companding=SQUARE_ROOT),
-    ),
-    4: (
-        CastSpec(INT4, Block(1, 128), companding=SQUARE_ROOT),
-        CastSpec(UINT4, Block(1, 128), rounding=NONZERO, companding=SQUARE_ROOT),
-    ),
-}
-FLOAT_SCALES = (CURRENT_POW2, CURRENT)
 
 
 def _named_options(build: Callable[P, Recipe]) -> Callable[P, Recipe]:
@@ -132,7 +83,7 @@ def bf16_pure(moment_bits: int = 32) -> Recipe:
         compute=BF16,
         param=CastSpec(BF16, rounding=STOCHASTIC),
         grad=CastSpec(BF16),
-        **_moments(moment_bits),
+        **casts.moments(moment_bits),
     )
 
 
@@ -142,7 +93,7 @@ def fp8_current(fp8_format: str | Format = "HYBRID") -> Recipe:
 
     fp8_format: "HYBRID" (input and weight E4M3, grad_output E5M2) or "E4M3" (all three).
     """
-    return Recipe(name="fp8_current", **_operands(fp8_format, CURRENT))
+    return Recipe(name="fp8_current", **casts.operands(fp8_format, CURRENT))
 
 
 @_named_options
@@ -166,7 +117,7 @@ def fp8_delayed(
     return Recipe(
         name="fp8_delayed",
         override_linear_precision=override_linear_precision,
-        **_operands(fp8_format, scale),
+        **casts.operands(fp8_format, scale),
     )
 
 
@@ -179,7 +130,7 @@ def fp8_rowwise(scale: str | ScaleRule = CURRENT_POW2) -> Recipe:
 
     scale: CURRENT_POW2 (torchao's) or CURRENT (float32).
     """
-    spec = CastSpec(E4M3FN, PER_ROW, check.scale(scale, FLOAT_SCALES))
+    spec = CastSpec(E4M3FN, PER_ROW, check.scale(scale, casts.FLOAT_SCALES))
     return Recipe(name="fp8_rowwise", input=spec, weight=spec, grad_output=spec)
 
 
@@ -190,7 +141,7 @@ def fp8_rowwise_gw_hp(scale: str | ScaleRule = CURRENT_POW2) -> Recipe:
     torchao's rowwise_with_gw_hp: input, weight and grad_output are each cast along one dimension only. scale:
     CURRENT_POW2 (torchao's) or CURRENT (float32).
     """
-    rule = check.scale(scale, FLOAT_SCALES)
+    rule = check.scale(scale, casts.FLOAT_SCALES)
     return fp8_rowwise(rule).replace(
         name="fp8_rowwise_gw_hp",
         weight_for_grad_input=CastSpec(E4M3FN, PER_TENSOR, rule),
@@ -205,7 +156,7 @@ def fp8_block(scale: str | ScaleRule = CURRENT_POW2) -> Recipe:
 
     scale: CURRENT_POW2, whose products round once, or CURRENT (float32).
     """
-    rule = check.scale(scale, FLOAT_SCALES)
+    rule = check.scale(scale, casts.FLOAT_SCALES)
     row = CastSpec(E4M3FN, Block(1, 128), rule)
     return Recipe(name="fp8_block", input=row, weight=CastSpec(E4M3FN, Block(128, 128), rule), grad_output=row)
 
@@ -216,8 +167,8 @@ def mxfp8(fp8_format: str | Format = "E4M3", scale: str | ScaleRule = E8M0_UP) -
 
     fp8_format: "E4M3" or "HYBRID" (grad_output E5M2). scale: E8M0_UP, or E8M0_FLOOR, OCP's rule, which saturates.
     """
-    forward, backward = _fp8_formats(fp8_format)
-    return Recipe(name="mxfp8", **_mx(forward, backward, scale))
+    forward, backward = casts.fp8_formats(fp8_format)
+    return Recipe(name="mxfp8", **casts.mx(forward, backward, scale))
 
 
 @_named_options
@@ -226,8 +177,8 @@ def mxfp6(fp6_format: str | Format = "E3M2", scale: str | ScaleRule = E8M0_UP) -
 
     fp6_format: "E3M2" or "E2M3". scale: as in mxfp8.
     """
-    fmt = check.choice("fp6_format", fp6_format, FP6_FORMATS)
-    return Recipe(name="mxfp6", **_mx(fmt, fmt, scale))
+    fmt = check.choice("fp6_format", fp6_format, casts.FP6_FORMATS)
+    return Recipe(name="mxfp6", **casts.mx(fmt, fmt, scale))
 
 
 @_named_options
@@ -237,7 +188,7 @@ def mxfp4(scale: str | ScaleRule = E8M0_UP, hadamard: bool | Hadamard | None = T
 
     scale: as in mxfp8. hadamard, stochastic: as in nvfp4.
     """
-    return Recipe(name="mxfp4", hadamard=_transform(hadamard), **_mx(E2M1FN, E2M1FN, scale, stochastic))
+    return Recipe(name="mxfp4", hadamard=casts.transform(hadamard), **casts.mx(E2M1FN, E2M1FN, scale, stochastic))
 
 
 @_named_options
@@ -257,25 +208,27 @@ def nvfp4(
         name="nvfp4",
         input=row,
         weight=CastSpec(E2M1FN, Block(16, 16), NVFP4),
-        grad_output=_rounded(row, stochastic),
-        hadamard=_transform(hadamard),
+        grad_output=casts.rounded(row, stochastic),
+        hadamard=casts.transform(hadamard),
         first_last=check.first_last(first_last),
     )
 
 
 def fp8_lm_o1() -> Recipe:
     """FP8-LM's first level: scaled FP16 weights, FP8 gradients (Peng et al. 2023, arXiv:2310.18313; MS-AMP)."""
-    return Recipe(name="fp8_lm_o1", param=_SCALED_FP16, **_FP8_LM)
+    return Recipe(name="fp8_lm_o1", param=casts.SCALED_FP16, **casts.FP8_LM)
 
 
 def fp8_lm_o2() -> Recipe:
     """As fp8_lm_o1, with the first moment in FP8 and the second in scaled FP16: 6 bytes a parameter."""
-    return Recipe(name="fp8_lm_o2", param=_SCALED_FP16, **_FP8_LM, **_FP8_LM_MOMENTS)
+    return Recipe(name="fp8_lm_o2", param=casts.SCALED_FP16, **casts.FP8_LM, **casts.FP8_LM_MOMENTS)
 
 
 def fp8_lm_o3() -> Recipe:
     """As fp8_lm_o2, with FP8 weights beside a scaled FP16 master: 7 bytes a parameter, weights gathered in one."""
-    return Recipe(name="fp8_lm_o3", param=_TENSOR_E4M3, master=_SCALED_FP16, **_FP8_LM, **_FP8_LM_MOMENTS)
+    return Recipe(
+        name="fp8_lm_o3", param=casts.TENSOR_E4M3, master=casts.SCALED_FP16, **casts.FP8_LM, **casts.FP8_LM_MOMENTS
+    )
 
 
 @_named_options
@@ -284,7 +237,7 @@ def narrow8(moment_bits: int = 8) -> Recipe:
 
     moment_bits: 8, 4 or 32 for each of the two moments; 4 saves one byte more.
     """
-    return Recipe(name="narrow8", param=CastSpec(BF16), master=CastSpec(INT8, scale=ULP), **_narrow(moment_bits))
+    return Recipe(name="narrow8", param=CastSpec(BF16), master=CastSpec(INT8, scale=ULP), **casts.narrow(moment_bits))
 
 
 @_named_options
@@ -293,7 +246,7 @@ def narrow8_sr(moment_bits: int = 8) -> Recipe:
 
     moment_bits: as in narrow8.
     """
-    return Recipe(name="narrow8_sr", param=CastSpec(BF16, rounding=STOCHASTIC), **_narrow(moment_bits))
+    return Recipe(name="narrow8_sr", param=CastSpec(BF16, rounding=STOCHASTIC), **casts.narrow(moment_bits))
 
 
 _NAMED: dict[str, Callable[..., Recipe]] = {
@@ -340,44 +293,3 @@ def _check_names(fields: dict[str, Any], own: Collection[str]) -> None:
             if field in inspect.signature(build).parameters:
                 raise RecipeError(f"'{field}' is an option of '{other}' by name: recipe('{other}', {field}=...)")
         raise RecipeError(f"unknown recipe field '{field}'{closest(field, [*own, *FIELDS])}")
-
-
-def _operands(fp8_format: str | Format, scale: Scale) -> dict[str, Any]:
-    forward, backward = _fp8_formats(fp8_format)
-    return {
-        "input": CastSpec(forward, scale=scale),
-        "weight": CastSpec(forward, scale=scale),
-        "grad_output": CastSpec(backward, scale=scale),
-    }
-
-
-def _fp8_formats(fp8_format: str | Format) -> tuple[Format, Format]:
-    return check.choice("fp8_format", "E4M3" if fp8_format == E4M3FN else fp8_format, FP8_FORMATS)
-
-
-def _moments(bits: int) -> dict[str, CastSpec]:
-    if bits not in MOMENTS or isinstance(bits, bool):
-        raise RecipeError(f"moment_bits={bits!r}: expected {', '.join(map(str, MOMENTS))}")
-    return dict(zip(("exp_avg", "exp_avg_sq"), MOMENTS[bits], strict=True))
-
-
-def _narrow(moment_bits: int) -> dict[str, Any]:
-    return {**_operands("HYBRID", CURRENT), "grad": CastSpec(E4M3FN), **_moments(moment_bits)}
-
-
-def _mx(forward: Format, backward: Format, scale: str | ScaleRule, stochastic: bool = False) -> dict[str, Any]:
-    rule = check.scale(scale, E8M0_RULES)
-    block = Block(1, 32)  # OCP MX v1.0
-    row = CastSpec(forward, block, rule)
-    return {"input": row, "weight": row, "grad_output": _rounded(CastSpec(backward, block, rule), stochastic)}
-
-
-def _rounded(spec: CastSpec, stochastic: bool) -> CastSpec:
-    rounding = STOCHASTIC if check.flag("stochastic", stochastic) else NEAREST_EVEN
-    return dataclasses.replace(spec, rounding=rounding)
-
-
-def _transform(hadamard: bool | Hadamard | None) -> Hadamard | None:
-    if hadamard is None or isinstance(hadamard, Hadamard):
-        return hadamard
-    return Hadamard() if check.flag("hadamard", hadamard) else None

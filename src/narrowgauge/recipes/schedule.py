@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Switches = tuple[tuple[int, "Recipe"], ...]
 
 # how things are kept and sent: what is there when a run begins stays so to its end
-FIXED = (*STATE_ROLES, *COMM_ROLES, "embeddings")
+FIXED = (*STATE_ROLES, *COMM_ROLES, "embeddings", "grad_accumulation", "min_state_size")
 
 
 def check_schedule(first: Recipe, value: Any) -> Switches:

@@ -12,9 +12,9 @@ import torch
 from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics.formats import BF16, FP16, FP32, Format
 from narrowgauge.numerics.hadamard import Hadamard
-from narrowgauge.numerics.scaling import ULP
 from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.cast_spec import CastSpec
+from narrowgauge.recipes.combinations import check_combinations
 from narrowgauge.recipes.fields import AUTO, Emulation, Evaluation, GradAccumulation
 from narrowgauge.recipes.roles import (
     COMM_ROLES,
@@ -33,7 +33,7 @@ from narrowgauge.recipes.schedule import check_schedule
 
 __all__ = [
     "COMM_ROLES", "FIELDS", "GEMMS", "MOMENT_ROLES", "OPERANDS", "OPERAND_ROLES", "REQUIRED_ROLES", "ROLES",
-    "SECOND_USES", "STATE_ROLES", "CastSpec", "Emulation", "Evaluation", "Recipe", "check_fields",
+    "SECOND_USES", "STATE_ROLES", "CastSpec", "Emulation", "Evaluation", "GradAccumulation", "Recipe", "check_fields",
 ]  # fmt: skip
 
 
@@ -128,50 +128,7 @@ class Recipe:
         for field in ("embeddings", "tf32"):
             check.flag(field, getattr(self, field))
         set_field(self, "schedule", check_schedule(self, self.schedule))
-        self._check_transforms()
-        self._check_master()
-
-    def _check_master(self) -> None:
-        """Raise RecipeError for a master that does not complete the parameter."""
-        master, param = self.master, self.param
-        if master is None:
-            return
-        if param.is_stochastic:
-            raise RecipeError(
-                f"master={master!r} with param={param!r}: what rounding leaves over is in the master, and nothing is "
-                "left to chance; use NEAREST_EVEN, or master=None"
-            )
-        if master.scale is ULP:
-            if param != CastSpec(BF16):
-                raise RecipeError(
-                    f"master={master!r}: it completes bfloat16; use param=CastSpec(BF16), found {param!r}"
-                )
-        elif master.in_blocks or master.format.is_narrow or master.format.bits < param.format.bits:
-            raise RecipeError(
-                f"master={master!r} with param={param!r}: a copy must hold more than the parameter: use "
-                "CastSpec(FP32), or CastSpec(FP16, scale=TENSOR_POW2); a residual is CastSpec(INT8, scale=ULP)"
-            )
-
-    def _check_transforms(self) -> None:
-        """Raise RecipeError for `hadamard` or `smooth` where no cast follows that could gain by it."""
-        if self.hadamard is not None:
-            operands = {role: self.operand("grad_weight", role) for role in OPERANDS["grad_weight"]}
-            if self.override_linear_precision[GEMMS.index("grad_weight")] or not any(operands.values()):
-                raise RecipeError(
-                    f"hadamard={self.hadamard!r}: it prepares the operands of grad_weight for their casts, and this "
-                    "recipe multiplies them in the compute dtype; use hadamard=None, or cast input and grad_output"
-                )
-            for role, spec in operands.items():
-                if spec is not None and spec.is_delayed:
-                    raise RecipeError(
-                        f"hadamard={self.hadamard!r} with {role}={spec!r}: the history has magnitudes of the tensor "
-                        "before the transform; use CURRENT scaling, or hadamard=None"
-                    )
-        if self.smooth and self.input is None:
-            raise RecipeError(
-                f"smooth={self.smooth!r}: it prepares the channels of input for their cast, and this recipe casts no "
-                "input; use smooth=(), or cast input"
-            )
+        check_combinations(self)
 
     def operand(self, gemm: str, role: str) -> CastSpec | None:
         """The cast of an operand in one product ("output", "grad_input", "grad_weight"); None: the compute dtype.

@@ -6,14 +6,17 @@ import json
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.numerics.formats import E2M1FN, E4M3FN, FP16, INT8, UINT8
+from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, FP16, INT8, INT16, UINT8
 from narrowgauge.recipes.chart import HEADERS, ChartRow, chart_json, chart_markdown, chart_rows
 
 # huggingface/accelerate, docs/source/concept_guides/low_precision_training.md, "A Quick Chart"
 GUIDE = """\
 Optimization Level | Computation(GEMM) | Comm | Weight | Master Weight | Weight Gradient | Optimizer States
 FP16 AMP | FP16 | FP32 | FP32 | N/A | FP32 | FP32+FP32
-Nvidia TE | FP8 | FP32 | FP32 | N/A | FP32 | FP32+FP32"""
+Nvidia TE | FP8 | FP32 | FP32 | N/A | FP32 | FP32+FP32
+MS-AMP O1 | FP8 | FP8 | FP16 | N/A | FP8 | FP32+FP32
+MS-AMP O2 | FP8 | FP8 | FP16 | N/A | FP8 | FP8+FP16
+MS-AMP O3 | FP8 | FP8 | FP8 | FP16 | FP8 | FP8+FP16"""
 E4M3 = ng.CastSpec(E4M3FN)
 FP16_SCALED = ng.CastSpec(FP16, scale=ng.TENSOR_POW2)
 
@@ -26,9 +29,9 @@ def test_the_guides_chart_comes_first():
     guide = [tuple(line.split(" | ")) for line in GUIDE.splitlines()]
     rows = [dataclasses.astuple(row) for row in chart_rows()]
     assert HEADERS[:-1] == guide[0]
-    assert [row[:-1] for row in rows[:2]] == guide[1:]
-    assert [row[-1] for row in rows[:2]] == ["FP16", "FP8"]
-    assert [row[0] for row in rows[2:]] == ng.recipe_names()
+    assert [row[:-1] for row in rows[:5]] == guide[1:]
+    assert [row[-1] for row in rows[:5]] == ["FP16", "FP8", "FP8", "FP8", "FP8"]
+    assert [row[0] for row in rows[5:]] == ng.recipe_names()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,9 @@ def test_named_recipes(name, gemm, weight, activations):
         ({"grad_comm": E4M3}, "communication", "FP8"),
         ({"grad_comm": E4M3}, "weight_gradient", "FP32"),
         ({"param": E4M3}, "weight", "FP8"),
-        ({"master": FP16_SCALED}, "master_weight", "FP16"),
+        ({"param": E4M3, "master": FP16_SCALED}, "master_weight", "FP16"),
+        ({"param": ng.CastSpec(BF16), "master": ng.CastSpec(INT8, scale=ng.ULP)}, "master_weight", "+INT8"),
+        ({"param": ng.CastSpec(BF16), "master": ng.CastSpec(INT16, scale=ng.ULP)}, "master_weight", "+INT16"),
         ({"exp_avg": E4M3, "exp_avg_sq": FP16_SCALED}, "optimizer_states", "FP8+FP16"),
         ({"exp_avg": ng.CastSpec(INT8), "exp_avg_sq": ng.CastSpec(UINT8)}, "optimizer_states", "INT8+UINT8"),
         ({"input": ng.CastSpec(E2M1FN), "weight": ng.CastSpec(E2M1FN)}, "activations", "FP4"),
@@ -100,13 +105,17 @@ def test_bf16_pure_stores_and_sends_bfloat16():
     assert cells("bf16_pure") == ("bf16_pure", "BF16", "BF16", "BF16", "N/A", "BF16", "FP32+FP32", "BF16")
 
 
-def test_the_ms_amp_levels_would_read_as_in_the_guide():
-    level = ng.recipe("fp8_current", param=FP16_SCALED, grad=E4M3)
-    assert cells(level)[1:-1] == ("FP8", "FP8", "FP16", "N/A", "FP8", "FP32+FP32")
-    level = level.replace(exp_avg=E4M3, exp_avg_sq=FP16_SCALED)
-    assert cells(level)[1:-1] == ("FP8", "FP8", "FP16", "N/A", "FP8", "FP8+FP16")
-    level = level.replace(param=E4M3, master=FP16_SCALED)
-    assert cells(level)[1:-1] == ("FP8", "FP8", "FP8", "FP16", "FP8", "FP8+FP16")
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("narrow8", {}, ("FP8", "FP8", "BF16", "+INT8", "FP8", "INT8+UINT8", "FP8")),
+        ("narrow8", {"moment_bits": 4}, ("FP8", "FP8", "BF16", "+INT8", "FP8", "INT4+UINT4", "FP8")),
+        ("narrow8_sr", {}, ("FP8", "FP8", "BF16", "N/A", "FP8", "INT8+UINT8", "FP8")),
+        ("bf16_pure", {"moment_bits": 8}, ("BF16", "BF16", "BF16", "N/A", "BF16", "INT8+UINT8", "BF16")),
+    ],
+)
+def test_recipes_of_8_bit_state(name, options, expected):
+    assert cells(ng.recipe(name, **options)) == (name, *expected)
 
 
 def test_markdown_is_an_aligned_table_of_the_rows():

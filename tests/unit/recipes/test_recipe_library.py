@@ -13,7 +13,8 @@ from narrowgauge.recipes.spec import OPERAND_ROLES
 
 NAMES = [
     "fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp16_pure", "fp8_current", "fp8_delayed", "fp8_rowwise",
-    "fp8_rowwise_gw_hp", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4",
+    "fp8_rowwise_gw_hp", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp8_lm_o1", "fp8_lm_o2", "fp8_lm_o3",
+    "narrow8", "narrow8_sr",
 ]  # fmt: skip
 
 

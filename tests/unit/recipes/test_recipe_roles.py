@@ -4,10 +4,11 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, FP16, FP32, INT8, UINT8
-from narrowgauge.recipes.spec import COMM_ROLES, OPERAND_ROLES, ROLES, SECOND_USES, STATE_ROLES
+from narrowgauge.recipes.spec import COMM_ROLES, MOMENT_ROLES, OPERAND_ROLES, ROLES, SECOND_USES, STATE_ROLES
 
 E4M3 = ng.CastSpec(E4M3FN)
 NVFP4 = ng.CastSpec(E2M1FN, ng.Block(1, 16), ng.NVFP4)
+RESIDUAL = {"param": ng.CastSpec(BF16), "master": ng.CastSpec(INT8, scale=ng.ULP)}
 
 
 def test_the_roles():
@@ -17,9 +18,9 @@ def test_the_roles():
 
 @pytest.mark.parametrize("fmt", [E2M1FN, E3M2FN, E2M3FN])
 @pytest.mark.parametrize("role", ROLES)
-def test_formats_below_8_bits_hold_operands_and_messages_but_no_state(role, fmt):
+def test_formats_below_8_bits_hold_operands_moments_and_messages_but_no_weights(role, fmt):
     spec = ng.CastSpec(fmt, ng.Block(1, 32), ng.E8M0_UP)
-    if role not in STATE_ROLES:
+    if role not in STATE_ROLES or role in MOMENT_ROLES:
         assert getattr(ng.Recipe(**{role: spec}), role) is spec
         return
     with pytest.raises(ng.RecipeError) as error:
@@ -37,7 +38,8 @@ def test_unsigned_values_are_for_the_second_moment(role):
     else:
         with pytest.raises(ng.RecipeError, match=f"{role}=.*UINT8 has no negative values.*use INT8 here"):
             ng.Recipe(**{role: ng.CastSpec(UINT8)})
-    assert getattr(ng.Recipe(**{role: ng.CastSpec(INT8)}), role).format is INT8
+    signed = {role: ng.CastSpec(INT8)} if role != "master" else RESIDUAL
+    assert getattr(ng.Recipe(**signed), role).format is INT8
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,17 @@ def test_auto_is_decided_for_all():
     assert mixed.resolve("cpu") is mixed
 
 
-@pytest.mark.parametrize("role", [*STATE_ROLES, *COMM_ROLES])
+def test_a_master_stays():
+    first = FP8.replace(param=ng.CastSpec(BF16))
+    other = first.replace(name="other", master=ng.CastSpec(INT8, scale=ng.ULP))
+    with pytest.raises(
+        ng.RecipeError, match=r"'other' after step 7.*master=CastSpec\(INT8, scale=ULP\), expected None"
+    ):
+        first.switch_at(7, other)
+    assert other.switch_at(7, other.replace(tf32=True)).at(7).master == other.master
+
+
+@pytest.mark.parametrize("role", [*(role for role in STATE_ROLES if role != "master"), *COMM_ROLES])
 def test_what_is_stored_or_sent_stays(role):
     other = ng.recipe("bf16", **{role: ng.CastSpec(INT8)})
     with pytest.raises(ng.RecipeError) as error:

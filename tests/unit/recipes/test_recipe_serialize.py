@@ -5,7 +5,7 @@ import json
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.numerics.formats import ALL, E8M0FNU, FP16, TF32
+from narrowgauge.numerics.formats import ALL, E8M0FNU, FP16, INT16, TF32
 from narrowgauge.numerics.scaling import ScaleRule
 from narrowgauge.recipes.serialize import from_dict, spec_from_dict, spec_to_dict, to_dict
 from narrowgauge.recipes.spec import FIELDS
@@ -25,7 +25,7 @@ def test_round_trip_of_every_changed_field():
     changed = ng.DelayedScaling(0.5, 3, "E4M3", 7, "most_recent", (True, False, True)).replace(
         name="mine",
         param=ng.CastSpec(FP16, scale=ng.TENSOR_POW2),
-        master=ng.CastSpec(ALL["INT8"]),
+        master=ng.CastSpec(ALL["FP32"]),
         grad_comm=ng.CastSpec(ALL["E5M2"], scale=ng.NONE),
         compute="fp16",
         emulation="exact",
@@ -41,14 +41,15 @@ def test_round_trip_of_every_changed_field():
     assert through_json(changed.replace(evaluation="compute")).evaluation == "compute"
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in ALL.values() if fmt not in (E8M0FNU, TF32)])
+@pytest.mark.parametrize("fmt", [fmt for fmt in ALL.values() if fmt not in (E8M0FNU, TF32, INT16)])
 def test_round_trip_of_formats(fmt):
-    recipe = ng.Recipe(exp_avg_sq=ng.CastSpec(fmt)) if fmt.bits >= 8 else ng.Recipe(input=ng.CastSpec(fmt))
+    is_state = fmt.bits >= 8 or not fmt.signed
+    recipe = ng.Recipe(exp_avg_sq=ng.CastSpec(fmt)) if is_state else ng.Recipe(input=ng.CastSpec(fmt))
     assert through_json(recipe) == recipe
     assert (through_json(recipe).input or through_json(recipe).exp_avg_sq).format is fmt
 
 
-@pytest.mark.parametrize("rule", ScaleRule)
+@pytest.mark.parametrize("rule", [rule for rule in ScaleRule if rule is not ng.ULP])
 def test_round_trip_of_scales(rule):
     spec = (
         ng.CastSpec(ALL["E2M1FN"], ng.Block(1, 16), rule)
@@ -73,6 +74,7 @@ def test_a_block_is_written_by_its_name():
         "granularity": "1x16",
         "scale": "NVFP4",
         "rounding": "STOCHASTIC",
+        "companding": "LINEAR",
     }
 
 
@@ -87,7 +89,8 @@ def test_round_trip_of_transforms():
 
 def test_one_cast_alone():
     spec = ng.CastSpec(FP16, scale=ng.TENSOR_POW2)
-    data = {"format": "FP16", "granularity": "PER_TENSOR", "scale": "TENSOR_POW2", "rounding": "NEAREST_EVEN"}
+    data = {"format": "FP16", "granularity": "PER_TENSOR", "scale": "TENSOR_POW2", "rounding": "NEAREST_EVEN",
+            "companding": "LINEAR"}  # fmt: skip
     assert spec_to_dict(spec) == data
     assert spec_from_dict(data) == spec
     with pytest.raises(ng.RecipeError, match="cast: unknown key 'round'; did you mean 'rounding'"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.numerics.formats import ALL, BF16, E4M3FN, E5M2, E8M0FNU, FP16, FP32, TF32
+from narrowgauge.numerics.formats import ALL, BF16, E4M3FN, E5M2, E8M0FNU, FP16, FP32, INT8, TF32
 from narrowgauge.recipes.fields import Emulation, Evaluation
 from narrowgauge.recipes.spec import FIELDS, OPERAND_ROLES, REQUIRED_ROLES, ROLES
 
@@ -47,7 +47,11 @@ def test_every_field_refuses_a_value_of_the_wrong_kind_and_is_named(field):
 
 @pytest.mark.parametrize("role", ROLES)
 def test_roles_take_a_cast_and_only_optional_ones_none(role):
-    assert getattr(ng.Recipe(**{role: CURRENT_E4M3}), role) == CURRENT_E4M3
+    if role == "master":
+        param, master = ng.CastSpec(BF16), ng.CastSpec(INT8, scale=ng.ULP)
+        assert ng.Recipe(param=param, master=master).master == master
+    else:
+        assert getattr(ng.Recipe(**{role: CURRENT_E4M3}), role) == CURRENT_E4M3
     if role in REQUIRED_ROLES:
         with pytest.raises(ng.RecipeError, match=f"{role}=None"):
             ng.Recipe(**{role: None})
