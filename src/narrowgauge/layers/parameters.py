@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
+from narrowgauge.errors import ConversionError
 from narrowgauge.layers.kinds import Kind, kind_of
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.recipes.spec import CastSpec, Recipe
-from narrowgauge.tensors.quantized import quantize
+from narrowgauge.tensors.cast import FLOATING
+from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
 HALF = (torch.float16, torch.bfloat16)
+
+# all digits of a parameter, as a float32 tensor of its shape
+FullValues = Callable[[nn.Parameter], Tensor]
+# (the parameter as it was, as it is now, all of its digits)
+OnStored = Callable[[nn.Parameter, nn.Parameter, Tensor], None]
 
 
 @dataclass
@@ -23,80 +32,157 @@ class Stored:
     warnings: list[str] = field(default_factory=list)
 
 
-def store(model: nn.Module, recipe: Recipe) -> Stored:
-    """Bring the trainable parameters of `model` into the recipe's `param` format, in place; frozen ones stay.
+def store(
+    model: nn.Module, recipe: Recipe, *, full_values: FullValues | None = None, on_stored: OnStored | None = None
+) -> Stored:
+    """Bring the trainable parameters of `model` into the recipe's `param` format; frozen ones stay as they are.
 
     float32: parameters in 16 bits become float32 masters. bfloat16: all become bfloat16. A scaled format: weights of
     linear layers, and of embeddings where the recipe says so, become QuantizedTensor parameters, tied ones one; all
-    others float32.
+    others float32. A parameter object is replaced only where it becomes, or was, a QuantizedTensor of another spec:
+    the new one has its name, attributes, hooks and gradient.
+
+    full_values: reads all digits of a parameter, where a master completes it; left out, they are its own. on_stored:
+    told of each parameter whose storage changed, one after the other, as soon as it has: the digits that the new
+    storage has lost are in its last argument, and nowhere else afterwards.
+
+    Raises ConversionError, before anything changes, for a parameter whose size is not known yet, and for one of at most
+    8 bits that shall be stored otherwise while no `full_values` tell what its codes have lost.
     """
+    _check(model, recipe, full_values)
     stored = Stored()
-    if recipe.param.format is BF16:
-        _cast(model, torch.bfloat16, (torch.float32, torch.float16))
-        for p in model.parameters():
-            if p.requires_grad and p.dtype is torch.bfloat16:
-                p.grad_dtype = recipe.grad.format.dtype
-        if not recipe.param.is_stochastic:
-            stored.warnings.append(
-                f"recipe '{recipe.name}' stores parameters in bfloat16 without a master copy: updates below half a "
-                "unit in the last place are lost, and training may stall; use param=CastSpec(BF16, "
-                "rounding=STOCHASTIC), or CastSpec(FP32) for float32 masters"
-            )
-        return stored
-    made = _cast(model, torch.float32, HALF)
-    if made:
-        kind = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in made}))
-        stored.warnings.append(
-            f"{len(made)} trainable parameters were {kind} (the first: '{made[0][0]}'): recipe '{recipe.name}' trains "
-            "float32 parameters, so they were made float32 masters in place; load the model in float32 to keep the "
-            "digits that 16 bits have lost"
-        )
-    if recipe.param != CastSpec(FP32):
-        stored.replaced = _quantize(model, recipe)
+    quantized = set() if _is_plain(recipe.param) else {id(p) for p in quantized_by(model, recipe)}
+    from_half: list[tuple[str, torch.dtype]] = []
+    for name, p in list(model.named_parameters()):
+        if not p.requires_grad or p.dtype not in FLOATING or isinstance(p, UninitializedTensorMixin):
+            continue
+        if recipe.param.format is not BF16 and p.dtype in HALF and full_values is None:
+            from_half.append((name, p.dtype))
+        if id(p) in quantized:
+            new = _as_quantized(model, p, recipe.param, full_values, on_stored)
+        else:
+            new = _as_plain(model, p, recipe, full_values, on_stored)
+        if new is not p:
+            stored.replaced.append((p, new))
+    stored.warnings += _warnings(recipe, from_half)
     return stored
 
 
-def _cast(model: nn.Module, dtype: torch.dtype, from_dtypes: tuple[torch.dtype, ...]) -> list[tuple[str, torch.dtype]]:
-    """Cast trainable parameters, with their gradients, in place. Returns the names and former dtypes of those cast."""
-    cast = []
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.dtype in from_dtypes:
-            cast.append((name, p.dtype))
-            grad, p.grad = p.grad, None
-            p.data = p.data.to(dtype)
-            if p.grad_dtype is not dtype:  # an earlier recipe had set it
-                p.grad_dtype = dtype
-            p.grad = None if grad is None else grad.to(dtype)
-    return cast
+def quantized_by(model: nn.Module, recipe: Recipe) -> Iterator[nn.Parameter]:
+    """The weights that take part where a recipe stores weights in a scaled format, each once.
 
-
-def _quantize(model: nn.Module, recipe: Recipe) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    kept: set[int] = set()  # a weight that is tied to a kept embedding table is the table
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if isinstance(module, nn.Embedding) and weight is not None and (module.sparse or not recipe.embeddings):
-            kept.add(id(weight))
-    for module in model.modules():
+    Those of linear layers, and of embeddings where the recipe says so. A weight that is tied to a table that does not
+    take part is the table. Weights of a class of their own, such as distributed ones, do not.
+    """
+    modules = list(model.modules())
+    tables = [module for module in modules if isinstance(module, nn.Embedding)]
+    seen = {id(table.weight) for table in tables if table.sparse or not recipe.embeddings}
+    for module in modules:
         weight = module._parameters.get("weight")
         takes_part = kind_of(module) is Kind.LINEAR or isinstance(module, nn.Embedding)
-        if not takes_part or weight is None or not weight.requires_grad or id(weight) in (kept | new.keys()):
+        if weight is None or not takes_part or id(weight) in seen or not weight.is_floating_point():
             continue
-        if type(weight) is nn.Parameter:
-            new[id(weight)] = (weight, _quantized(weight, recipe.param))
+        if type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor):
+            seen.add(id(weight))
+            yield weight
+
+
+def replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put `new` wherever a module of `model` has `old`, with its attributes."""
+    own = {name: value for name, value in vars(old).items() if name not in _PARTS and not hasattr(type(old), name)}
+    vars(new).update(own)
     for module in model.modules():
         for name, p in module._parameters.items():
-            if id(p) in new:
-                module._parameters[name] = new[id(p)][1]
-    return list(new.values())
+            if p is old:
+                module._parameters[name] = new
 
 
-def _quantized(old: nn.Parameter, spec: CastSpec) -> nn.Parameter:
-    """A parameter of quantized storage with the attributes, gradient and hooks of `old`."""
-    new = nn.Parameter(quantize(old.detach(), spec))
-    attributes = {name: value for name, value in old.__dict__.items() if not hasattr(type(old), name)}
-    vars(new).update(attributes)
-    new.grad = old.grad
+_PARTS = ("codes", "dequant_scale", "amax", "spec", "_whole", "_is_param")  # a QuantizedTensor's own
+
+
+def _is_plain(spec: CastSpec) -> bool:
+    return spec == CastSpec(FP32) or spec.format is BF16
+
+
+def _check(model: nn.Module, recipe: Recipe, full_values: FullValues | None) -> None:
+    for name, p in model.named_parameters():
+        if isinstance(p, UninitializedTensorMixin):
+            if recipe.param != CastSpec(FP32):
+                raise ConversionError(
+                    f"parameter '{name}' has no size yet, and recipe '{recipe.name}' stores parameters as "
+                    f"({recipe.param}): run one forward pass first"
+                )
+        elif p.requires_grad and isinstance(p.data, QuantizedTensor) and full_values is None:
+            if p.data.spec != recipe.param and p.data.spec.format.is_narrow:
+                raise ConversionError(
+                    f"parameter '{name}' is stored as ({p.data.spec}), and recipe '{recipe.name}' stores "
+                    f"({recipe.param}): what its {p.data.spec.format.bits} bits have lost is in the optimizer that it "
+                    "was trained by, so pass that one; or build the model anew and load its weights, then prepare it"
+                )
+
+
+def _as_plain(
+    model: nn.Module, p: nn.Parameter, recipe: Recipe, full_values: FullValues | None, on_stored: OnStored | None
+) -> nn.Parameter:
+    """`p` in the recipe's plain dtype, with a gradient in the dtype that belongs to it."""
+    in_bf16 = recipe.param.format is BF16
+    dtype = torch.bfloat16 if in_bf16 else torch.float64 if p.dtype is torch.float64 else torch.float32
+    grad_dtype = recipe.grad.format.dtype if in_bf16 and recipe.grad in (CastSpec(BF16), CastSpec(FP32)) else None
+    grad_dtype = grad_dtype or (torch.float32 if in_bf16 else dtype)
+    grad, p.grad = p.grad, None
+    new = p
+    if p.dtype is not dtype or isinstance(p.data, QuantizedTensor):
+        source = _source(p, full_values)
+        if isinstance(p.data, QuantizedTensor):
+            new = nn.Parameter(source.to(dtype, copy=True))
+            replace(model, p, new)
+            _move_hooks(p, new)
+        else:
+            p.data = source.to(dtype)
+        if on_stored is not None:
+            on_stored(p, new, source)
+    if new.grad_dtype is not grad_dtype:
+        new.grad_dtype = grad_dtype
+    new.grad = None if grad is None else _gradient(grad, recipe, grad_dtype)
+    return new
+
+
+def _as_quantized(
+    model: nn.Module, p: nn.Parameter, spec: CastSpec, full_values: FullValues | None, on_stored: OnStored | None
+) -> nn.Parameter:
+    """`p` as a QuantizedTensor of `spec`, which stands for float32, with its gradient and hooks."""
+    grad, p.grad = p.grad, None
+    new = p
+    if isinstance(p.data, QuantizedTensor) and p.data.spec == spec:
+        if p.dtype is not torch.float32:
+            p.data = p.data.to(torch.float32)
+    else:
+        source = _source(p, full_values)
+        new = nn.Parameter(quantize(source, spec))
+        replace(model, p, new)
+        _move_hooks(p, new)
+        if on_stored is not None:
+            on_stored(p, new, source)
+    new.grad = None if grad is None else grad.to(torch.float32)
+    return new
+
+
+def _source(p: nn.Parameter, full_values: FullValues | None) -> Tensor:
+    """All digits of a parameter: float32, maybe its own memory."""
+    if full_values is not None:
+        return full_values(p).detach().float()
+    values = p.detach()
+    return values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values.float()
+
+
+def _gradient(grad: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """A gradient that was there before, wide where the recipe keeps gradients so."""
+    if isinstance(grad, QuantizedTensor) and not recipe.grad.is_scaled:
+        return grad.dequantize(dtype)
+    return grad.to(dtype)
+
+
+def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
     hooks: list[tuple[str, str]] = [
         ("_backward_hooks", "register_hook"),
         ("_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"),
@@ -104,4 +190,20 @@ def _quantized(old: nn.Parameter, spec: CastSpec) -> nn.Parameter:
     for held, register in hooks:
         for hook in (getattr(old, held, None) or {}).values():
             getattr(new, register)(hook)
-    return new
+
+
+def _warnings(recipe: Recipe, from_half: list[tuple[str, torch.dtype]]) -> list[str]:
+    if recipe.param == CastSpec(BF16) and recipe.master is None:
+        return [
+            f"recipe '{recipe.name}' stores parameters in bfloat16 without a master copy: updates below half a "
+            "unit in the last place are lost, and training may stall; use param=CastSpec(BF16, "
+            "rounding=STOCHASTIC), CastSpec(FP32) for float32 masters, or master=CastSpec(INT8, scale=ULP)"
+        ]
+    if not from_half:
+        return []
+    kind = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in from_half}))
+    return [
+        f"{len(from_half)} trainable parameters were {kind} (the first: '{from_half[0][0]}'): recipe '{recipe.name}' "
+        "trains float32 parameters, so they were made float32 masters in place; load the model in float32 to keep the "
+        "digits that 16 bits have lost"
+    ]
