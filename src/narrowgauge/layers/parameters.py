@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import ConversionError
 from narrowgauge.layers.kinds import Kind, kind_of
@@ -54,7 +54,7 @@ def store(
     quantized = set() if _is_plain(recipe.param) else {id(p) for p in quantized_by(model, recipe)}
     from_half: list[tuple[str, torch.dtype]] = []
     for name, p in list(model.named_parameters()):
-        if not p.requires_grad or p.dtype not in FLOATING or isinstance(p, UninitializedTensorMixin):
+        if not p.requires_grad or p.dtype not in FLOATING or is_lazy(p):
             continue
         if recipe.param.format is not BF16 and p.dtype in HALF and full_values is None:
             from_half.append((name, p.dtype))
@@ -106,7 +106,7 @@ def _is_plain(spec: CastSpec) -> bool:
 
 def _check(model: nn.Module, recipe: Recipe, full_values: FullValues | None) -> None:
     for name, p in model.named_parameters():
-        if isinstance(p, UninitializedTensorMixin):
+        if is_lazy(p):
             if recipe.param != CastSpec(FP32):
                 raise ConversionError(
                     f"parameter '{name}' has no size yet, and recipe '{recipe.name}' stores parameters as "

@@ -56,7 +56,7 @@ def values_of(q: QuantizedTensor) -> Tensor:
     tiles, one in the tiles whose scale is that of an infinite amax.
     """
     values = decode(q, q.dtype)
-    if _is_readable(q.amax) and not math.isinf(q.amax.item()):
+    if is_readable(q.amax) and not math.isinf(q.amax.item()):
         return values
     if q.spec.in_blocks:
         infinite = tiles.infinite_values(q.codes, q.dequant_scale, q.spec)
@@ -76,12 +76,12 @@ def write(q: QuantizedTensor, values: Tensor, *, keep_unchanged: bool = True) ->
         whole = _whole_of(q)
         values = _scatter(q, whole, values)
     held = values_of(whole) if keep_unchanged else None
-    if held is not None and _is_readable(held) and torch.equal(held, values):
+    if held is not None and is_readable(held) and torch.equal(held, values):
         return
     key = philox.draw_key(q.device) if q.spec.is_stochastic else None
     parts = cast_storage(values, q.spec, q.dequant_scale, key)
     mine = (whole.codes, q.dequant_scale, q.amax)
-    if held is not None and not _is_readable(held):  # the same without waiting for the device
+    if held is not None and not is_readable(held):  # the same without waiting for the device
         changed = (held != values).any()
         parts = tuple(
             torch.where(changed, as_bytes(new), as_bytes(old)).view(old.dtype)
@@ -91,7 +91,7 @@ def write(q: QuantizedTensor, values: Tensor, *, keep_unchanged: bool = True) ->
         old.copy_(new)
 
 
-def _is_readable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """True where its values can be looked at without waiting for a device, and are known: not while compiling."""
     return type(x) is Tensor and x.device.type == "cpu"
 
@@ -122,7 +122,7 @@ def _scatter(view: QuantizedTensor, whole: QuantizedTensor, values: Tensor) -> T
 def laid_out(q: QuantizedTensor) -> Tensor:
     """`values_of` in memory laid out as the codes are, from offset 0 on, so that strides of their views hold there."""
     codes, values = q.codes, values_of(q)
-    if _is_readable(values) and values.is_contiguous() and codes.is_contiguous() and not values.storage_offset():
+    if is_readable(values) and values.is_contiguous() and codes.is_contiguous() and not values.storage_offset():
         if values.data_ptr() != codes.data_ptr():  # unscaled wide codes may be the values themselves
             return values
     memory = torch.zeros(max(_extent(codes), 0), dtype=values.dtype, device=values.device)
