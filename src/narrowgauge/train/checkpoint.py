@@ -18,9 +18,12 @@ from narrowgauge.layers.delayed import is_state_name
 from narrowgauge.optim.guard import STEPS, StepGuard
 from narrowgauge.train.folder import verify, whole_folder
 from narrowgauge.train.state import Flattener, restore
+from narrowgauge.train.weights import is_weights, load_weights
 
 STATE = "state.json"
 PARTS = ("model", "optimizer", "extra")  # each with a safetensors file of its own
+
+_NO_OPTIMIZER = "holds no optimizer state: load it with optimizer=None, or start a new optimizer"
 
 PathLike = str | os.PathLike[str]
 
@@ -83,15 +86,20 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
         CheckpointError: the folder is missing, truncated or corrupt, or does not fit the model or the optimizer.
     """
     path = Path(path)
-    verify(path)
     model = _plain(model)
+    if is_weights(path):
+        if optimizer is not None:
+            raise CheckpointError(f"{path} {_NO_OPTIMIZER}")
+        load_weights(path, model)
+        return {}
+    verify(path)
     try:
         document = json.loads((path / STATE).read_text(encoding="utf-8"))
         state = {part: restore(document[part], load_file(path / f"{part}.safetensors")) for part in PARTS}
     except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: expected a checkpoint of narrowgauge, found {error!r}") from error
     if optimizer is not None and state["optimizer"] is None:
-        raise CheckpointError(f"{path} holds no optimizer state: load it with optimizer=None, or start a new optimizer")
+        raise CheckpointError(f"{path} {_NO_OPTIMIZER}")
     if optimizer is not None:
         _check_parameters(path, model, optimizer, state["optimizer"]["parameters"])
         guard = StepGuard.on(optimizer)
