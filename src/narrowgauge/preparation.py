@@ -10,20 +10,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.errors import ConversionError, RecipeError
-from narrowgauge.layers import delayed, wrapping
+from narrowgauge.layers import delayed, gradients, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
 from narrowgauge.layers.delayed import DelayedState
-from narrowgauge.layers.parameters import store
+from narrowgauge.layers.parameters import Stored, store
 from narrowgauge.layers.schedule import Schedule
 from narrowgauge.numerics.formats import BF16, FP16, FP32
 from narrowgauge.numerics.rounding import STOCHASTIC
-from narrowgauge.optim import stochastic
-from narrowgauge.optim.groups import check_optimizer, is_plain_sgd, match_state_dtypes, replace_parameters
-from narrowgauge.optim.guard import MAX_SKIPS, StepGuard
+from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.groups import check_optimizer, match_state_dtypes, replace_parameters
+from narrowgauge.optim.guard import MAX_SKIPS, StepGuard, parameters_of
+from narrowgauge.optim.replace import needs_own, replacement
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import COMM_ROLES, CastSpec, Recipe
-from narrowgauge.tensors.quantized import QuantizedTensor
 
+NO_OPTIMIZER = (
+    "prepared without an optimizer: none rounds updates of the bfloat16 parameters stochastically, and those below "
+    "half a unit in the last place are lost; to train, give prepare the optimizer, too"
+)
 Model = TypeVar("Model", bound=nn.Module)
 OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
 
@@ -35,6 +39,7 @@ def prepare(
     autocast: bool = True,
     *,
     max_skips: int = MAX_SKIPS,
+    offload: str | None = None,
 ) -> tuple[Model, OptimizerOrNone]:
     """Make `model` and `optimizer` run by `recipe`, in place; returns both.
 
@@ -42,19 +47,25 @@ def prepare(
     - Trainable parameters are brought into the recipe's `param` format. Where that replaces parameter objects, the
       optimizer's groups take the new ones in the same order, so schedulers built before go on working; references that
       the caller holds to the old objects do not.
+    - Where the recipe keeps parameters, gradients or moments as torch's optimizers cannot, the optimizer is replaced by
+      narrowgauge.optim's of the same name, with the same list of groups and the state that there is, cast anew. The
+      one that was given then refuses to step.
+    - Gradients of parameters with at least `recipe.min_state_size` values are cast by the recipe's `grad` as soon as
+      backward has made them; see `accumulate`.
     - optimizer.step() skips steps with non-finite gradients, and says so in `optimizer.step_was_skipped`; max_skips of
       them in a row raise DivergenceError. It also rolls the history of delayed scaling; with optimizer None each layer
       does that itself, at its first training forward after a backward.
     - A recipe with a schedule (`Recipe.switch_at`) changes by itself after so many steps of the optimizer. Their count
       is in the optimizer's state dict: load that before the model's, as narrowgauge.load does.
+    - offload "cpu": moments and masters live on the host, and the step is taken there.
     - autocast True: the model's forward runs inside `autocast(recipe)`. False: place that yourself.
     - Floating buffers of the model keep their dtype under `.to(dtype)`, `.half()`, `.bfloat16()` and `.float()`.
 
-    optimizer: torch's AdamW, Adam or SGD, built from the model's parameters, or None. A deep or pickled copy of it is a
-    plain optimizer, which skips nothing: prepare copies of model and optimizer together.
+    optimizer: torch's AdamW, Adam, SGD or Muon, or one of narrowgauge.optim, built from the model's parameters, or
+    None. A deep or pickled copy of it skips nothing: prepare copies of model and optimizer together.
 
-    Preparing again, also by another recipe, replaces what was prepared before; but parameters stored in a scaled format
-    stay so, and a recipe that stores them otherwise is refused.
+    Preparing again, also by another recipe, replaces what was prepared before. Give it the optimizer that was returned:
+    it has the digits that narrow parameters have lost.
 
     Raises RecipeError for a recipe that is unknown or asks for what this version cannot do, ConversionError for a model
     or an optimizer that cannot be prepared.
@@ -73,49 +84,72 @@ def prepare(
             "it, or prepare by one of its recipes, recipe.at(steps)"
         )
     check_supported(recipe, optimizer)
-    check_stored(model, recipe)
-    stored = store(model, recipe)
+    stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]
+    gradients.install(model, recipe)
     convert(model, first)
     for layer in model.modules():
         if isinstance(layer, DelayedState):
             layer.rolls_at_step = False
     forward = wrapping.install(model, first, autocast)
     if optimizer is not None:
-        replace_parameters(optimizer, stored.replaced)
-        if not recipe.param.is_stochastic:
-            match_state_dtypes(optimizer)
         schedule = Schedule(model, recipe, forward)
         _guard(model, optimizer, schedule, max_skips, schedule.go_to if later else None)
-        stochastic.install(optimizer, recipe.param.is_stochastic)
     unrounded = recipe.param.is_stochastic and optimizer is None
-    notes = (*stored.warnings, stochastic.NO_OPTIMIZER) if unrounded else tuple(stored.warnings)
+    notes = (*stored.warnings, NO_OPTIMIZER) if unrounded else tuple(stored.warnings)
     model._narrowgauge_notes = notes  # type: ignore[assignment]
     for warning in (*stored.warnings, *(doubt for _, each in later for doubt in doubts(model, each))):
         warnings.warn(warning, stacklevel=2)
-    return model, optimizer
+    return model, optimizer  # type: ignore[return-value]
+
+
+def _store(
+    model: nn.Module, optimizer: Optimizer | None, recipe: Recipe, offload: str | None
+) -> tuple[Stored, Optimizer | None]:
+    """Store the parameters by the recipe, and give the digits that they lose to the optimizer that keeps them."""
+    before = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
+    full_values = None if before is None else before.full_values
+    if optimizer is None or (before is None and offload is None and not needs_own(recipe)):
+        stored = store(model, recipe)
+        if optimizer is not None:
+            replace_parameters(optimizer, stored.replaced)
+            match_state_dtypes(optimizer)
+        return stored, optimizer
+    names = {p: name for name, p in model.named_parameters()}
+    ours = replacement(optimizer, recipe, names, offload)
+    theirs = {p: optimizer.state[p] for p in parameters_of(optimizer) if optimizer.state.get(p)}
+
+    def take_over(old: nn.Parameter, new: nn.Parameter, values: Tensor) -> None:
+        if new is not old:
+            ours.names[new] = ours.names.pop(old)
+        saved = theirs.pop(old, None)
+        ours.state.pop(old, None)
+        if saved is not None:
+            ours.take_state(new, saved)
+        ours.set_values(new, values)
+
+    stored = store(model, recipe, full_values=full_values, on_stored=take_over)
+    replace_parameters(ours, stored.replaced)
+    for p, saved in theirs.items():  # of parameters that are stored as before
+        values = p.detach() if before is None else before.full_values(p)
+        ours.take_state(p, saved)
+        ours.set_values(p, values)
+    return stored, ours
 
 
 def check_supported(recipe: Recipe, optimizer: Optimizer | None) -> None:
     """Raise RecipeError for the first role that this version cannot carry out with `optimizer`."""
     fp32, bf16, rounded = CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC)
-    param = recipe.param
-    scaled = param.format is FP16 and param.is_scaled and not param.in_blocks and not param.is_stochastic
-    if not (param in (fp32, bf16, rounded) or scaled):
+    param, grad = recipe.param, recipe.grad
+    scaled = param.is_scaled and not param.in_blocks and (param.format is FP16 or param.format.is_narrow)
+    if not (param in (fp32, bf16, rounded) or (scaled and param.format.has_nan)):
         raise _unsupported(
             recipe,
             "param",
-            "CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC) or CastSpec(FP16, scale=TENSOR_POW2)",
+            "CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC), CastSpec(FP16, scale=TENSOR_POW2) or "
+            "CastSpec(E4M3FN)",
         )
-    if recipe.master is not None:
-        raise _unsupported(recipe, "master", "None")
-    # torch's optimizers keep moments, and but for plain SGD want gradients, in the dtype of a plain parameter
-    in_half = param == bf16 and optimizer is not None and not is_plain_sgd(optimizer)
-    grad, state = bf16 if in_half or param == rounded else fp32, bf16 if in_half else fp32
-    if recipe.grad != grad and (recipe.grad != param or param == rounded):
-        raise _unsupported(recipe, "grad", f"CastSpec({grad})")
-    for role in ("exp_avg", "exp_avg_sq"):
-        if getattr(recipe, role) != state:
-            raise _unsupported(recipe, role, f"CastSpec({state})")
+    if not (grad in (fp32, bf16) or grad == param or (grad.format.has_nan and grad.is_scaled)):
+        raise _unsupported(recipe, "grad", "CastSpec(FP32), CastSpec(BF16) or CastSpec(E4M3FN)")
     for role in COMM_ROLES:
         if getattr(recipe, role) not in (None, fp32):
             raise _unsupported(recipe, role, "None")
@@ -127,16 +161,6 @@ def _unsupported(recipe: Recipe, role: str, expected: str) -> RecipeError:
         f"recipe '{recipe.name}' with param=({recipe.param}): {role}=({found}) is not supported by this version; "
         f"expected {expected}"
     )
-
-
-def check_stored(model: nn.Module, recipe: Recipe) -> None:
-    """Raise ConversionError where parameters are stored in a scaled format that the recipe does not store."""
-    for name, p in model.named_parameters():
-        if isinstance(p.data, QuantizedTensor) and p.data.spec != recipe.param:
-            raise ConversionError(
-                f"parameter '{name}' is stored as ({p.data.spec}), and recipe '{recipe.name}' stores ({recipe.param}): "
-                "build the model anew and load its weights, then prepare it"
-            )
 
 
 def _guard(

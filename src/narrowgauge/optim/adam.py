@@ -45,13 +45,14 @@ class AdamW(LowPrecisionOptimizer):
         keep_nonzero: bool = True,
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         generator: torch.Generator | None = None,
+        offload: str | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
             "decoupled_weight_decay": self.decoupled,
         }  # fmt: skip
         formats = StateFormats(exp_avg, exp_avg_sq, master, stochastic_rounding, min_state_size, keep_nonzero)
-        super().__init__(params, defaults, formats, overrides=overrides, generator=generator)
+        super().__init__(params, defaults, formats, overrides=overrides, generator=generator, offload=offload)
 
     def hyper(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> AdamNumbers:
         """The numbers of the step, from the group as it is now."""

@@ -14,6 +14,7 @@ from narrowgauge.errors import CheckpointError, NarrowgaugeError
 from narrowgauge.numerics import philox
 from narrowgauge.numerics.formats import INT8
 from narrowgauge.numerics.scaling import ULP
+from narrowgauge.optim import offload as offloading
 from narrowgauge.optim import storage
 from narrowgauge.optim.formats import StateFormats
 from narrowgauge.optim.rules import Hyper, Rule
@@ -42,7 +43,8 @@ class LowPrecisionOptimizer(Optimizer):
     now: its residual is dropped, and a master copy is made anew.
 
     formats: how state is kept, see `StateFormats`; `override` changes that for single parameters. generator: source of
-    the random bits of stochastic rounding, one key a step; None: torch's default CPU generator.
+    the random bits of stochastic rounding, one key a step; None: torch's default CPU generator. offload: "cpu" keeps
+    the state on the host, where the step is then taken; None keeps it beside the parameter.
     """
 
     rule: ClassVar[Rule]
@@ -56,7 +58,10 @@ class LowPrecisionOptimizer(Optimizer):
         *,
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         generator: torch.Generator | None = None,
+        offload: str | None = None,
     ) -> None:
+        offloading.check(offload)
+        self.offload = offload
         self.formats = formats or StateFormats()
         self.generator = generator
         self._overrides: list[tuple[str | Tensor, dict[str, Any]]] = []
@@ -139,7 +144,8 @@ class LowPrecisionOptimizer(Optimizer):
         """All digits of a parameter: float32 (float64 for float64), of p's shape, from it and its master. A copy."""
         state = self.state.get(p, {})
         self._take_up(p, state)
-        values = read(p, state.get(MASTER))
+        master = state.get(MASTER)
+        values = read(p, None if master is None else master.to(p.device))
         return values.clone() if values.data_ptr() == p.data_ptr() else values
 
     @torch.no_grad()
@@ -148,10 +154,13 @@ class LowPrecisionOptimizer(Optimizer):
 
         A bfloat16 parameter without a master takes the nearest ones.
         """
-        values = values.to(p.device, torch.float64 if p.dtype is torch.float64 else torch.float32)
         state = self._state_of(p)
-        item = Item(p, state.get(MASTER), p, (), None, False, 0)  # type: ignore[arg-type]
+        values = values.to(self._home_of(p), torch.float64 if p.dtype is torch.float64 else torch.float32)
+        param = p if self.offload is None else offloading.copy_on_host(p)
+        item = Item(param, state.get(MASTER), param, (), None, False, 0)  # type: ignore[arg-type]
         write_parameter(item, torch.full_like(values, torch.nan), values, None)
+        if param is not p:
+            p.copy_(param)
         self._mark(p)
 
     # the step
@@ -175,11 +184,20 @@ class LowPrecisionOptimizer(Optimizer):
         Random bits are those that they would have in one step together.
         """
         items = self._items([p for p in parameters if p.grad is not None])
+        if self.offload is None:
+            self._update(items)
+        else:
+            offloading.step(items, lambda item: self._update([item]))
         for item in items:
-            update(self.rule, item, self._step_key() if item.stochastic else None)
             self._mark(item.param)
 
+    def _update(self, items: list[Item]) -> None:
+        for item in items:
+            update(self.rule, item, self._step_key() if item.stochastic else None)
+
     def _items(self, parameters: list[Tensor]) -> list[Item]:
+        for p in parameters:  # before anything changes
+            self._check_gradient(p)
         wanted = set(parameters)
         items: list[Item] = []
         stream = -1
@@ -189,8 +207,6 @@ class LowPrecisionOptimizer(Optimizer):
                 stream += 1
                 if p not in wanted:
                     continue
-                assert p.grad is not None
-                self._check_gradient(p)
                 state = self._state_of(p)
                 state["step"] += 1
                 kind = self.kind_of_step(p, state)
@@ -224,11 +240,14 @@ class LowPrecisionOptimizer(Optimizer):
             state["step"] = 0
             wide = torch.float64 if p.dtype is torch.float64 else torch.float32
             for name in self.moment_names(p):
-                zeros = torch.zeros(p.shape, dtype=wide, device=p.device)
+                zeros = torch.zeros(p.shape, dtype=wide, device=self._home_of(p))
                 state[name] = storage.encode(zeros, self._moment_spec(p, name))
             self._make_master(p, read(p, None))
         self._take_up(p, state)
         return state
+
+    def _home_of(self, p: Tensor) -> torch.device:
+        return p.device if self.offload is None else offloading.HOST
 
     def moment_names(self, p: Tensor) -> Iterable[str]:
         """Names of the moments that `p` has."""
@@ -245,9 +264,9 @@ class LowPrecisionOptimizer(Optimizer):
         if spec.scale is ULP:
             if p.dtype is torch.bfloat16 and not isinstance(p.data, QuantizedTensor):
                 dtype = torch.int8 if spec.format is INT8 else torch.int16
-                self.state[p][MASTER] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+                self.state[p][MASTER] = torch.zeros(p.shape, dtype=dtype, device=self._home_of(p))
         elif isinstance(p.data, QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16):
-            self.state[p][MASTER] = storage.encode(values, spec)
+            self.state[p][MASTER] = storage.encode(values.to(self._home_of(p)), spec)
         self._mark(p)
 
     def _take_up(self, p: Tensor, state: dict[str, Any]) -> None:
@@ -260,7 +279,7 @@ class LowPrecisionOptimizer(Optimizer):
         if is_residual(master):
             master.zero_()
         else:
-            storage.overwrite(master, read(p, None))
+            storage.overwrite(master, read(p, None).to(master.device))
         self._mark(p)
 
     def _mark(self, p: Tensor) -> None:
@@ -336,12 +355,14 @@ class LowPrecisionOptimizer(Optimizer):
             spec = self.formats_of(p).of_moment(role, p.numel())
             same = storage.spec_of(stored) == spec and p.dtype is not torch.float64
             state[name] = (
-                _copy_of(stored, p) if same else storage.encode(storage.decode(_copy_of(stored, p), p.shape), spec)
+                _copy_of(stored, self._home_of(p))
+                if same
+                else storage.encode(storage.decode(_copy_of(stored, self._home_of(p)), p.shape), spec)
             )
         master, own = saved.get(MASTER), state.get(MASTER)
         if master is not None and own is not None and _same_kind(master, own):
             self._check_size(p, MASTER, master)
-            state[MASTER] = _copy_of(master, p)
+            state[MASTER] = _copy_of(master, self._home_of(p))
         self._mark(p)
 
     def _check_size(self, p: Tensor, name: str, stored: Tensor) -> None:
@@ -352,7 +373,7 @@ class LowPrecisionOptimizer(Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("formats", "generator", "_overrides", "names")
+        own = ("formats", "generator", "offload", "_overrides", "names")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -369,8 +390,8 @@ def _same_kind(a: Tensor, b: Tensor) -> bool:
     return storage.spec_of(a) == storage.spec_of(b)
 
 
-def _copy_of(stored: Tensor, p: Tensor) -> Tensor:
-    return stored.detach().to(p.device, copy=True)
+def _copy_of(stored: Tensor, device: torch.device) -> Tensor:
+    return stored.detach().to(device, copy=True)
 
 
 def _checksum(p: Tensor) -> int:
@@ -379,7 +400,7 @@ def _checksum(p: Tensor) -> int:
     parts = [data.codes, data.dequant_scale] if isinstance(data, QuantizedTensor) else [data]
     total = 0
     for part in parts:
-        raw = part.detach().contiguous().view(torch.uint8).reshape(-1)
+        raw = part.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = raw.numel() // 8 * 8
         total += int(raw[:whole].view(torch.int64).sum()) * 31 + int(raw[whole:].sum(dtype=torch.int64))
     return total

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from narrowgauge.errors import ConversionError
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.guard import parameters_of
 
-SUPPORTED = (Adam, AdamW, SGD)
+SUPPORTED = (Adam, AdamW, SGD, Muon, LowPrecisionOptimizer)
 
 
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
@@ -19,7 +20,9 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
     if not isinstance(optimizer, SUPPORTED):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         remedy = "pass None to prepare the model alone" if isinstance(optimizer, Optimizer) else "pass the optimizer"
-        raise ConversionError(f"optimizer: expected torch.optim.AdamW, Adam or SGD, found {kind}: {remedy}")
+        raise ConversionError(
+            f"optimizer: expected torch.optim.AdamW, Adam, SGD or Muon, or one of narrowgauge.optim, found {kind}: {remedy}"
+        )
     owned = {id(p) for p in model.parameters()}
     for at, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
@@ -28,13 +31,6 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
                     f"optimizer: parameter {i} of group {at}, shape {list(p.shape)}, is none of the model's: build the "
                     "optimizer from model.parameters() after the last change to the model, and before prepare"
                 )
-
-
-def is_plain_sgd(optimizer: Optimizer) -> bool:
-    """True for SGD without momentum in its single-tensor form, which takes a gradient of another dtype."""
-    return isinstance(optimizer, SGD) and not any(
-        group["momentum"] or group["foreach"] or group["fused"] for group in optimizer.param_groups
-    )
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:

@@ -1,0 +1,105 @@
+"""Our optimizer in the place of torch's, with its groups, its state and its schedulers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from narrowgauge.errors import ConversionError, NarrowgaugeError, RecipeError
+from narrowgauge.numerics.formats import FP16, FP32
+from narrowgauge.optim.adam import Adam, AdamW
+from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.formats import StateFormats
+from narrowgauge.optim.guard import StepGuard
+from narrowgauge.recipes.spec import MOMENT_ROLES, CastSpec, Recipe
+
+
+def needs_own(recipe: Recipe) -> bool:
+    """True where the recipe keeps parameters, gradients or states as torch's optimizers do not by themselves."""
+    if recipe.master is not None or recipe.param.format not in (FP32, FP16):
+        return True
+    return any(getattr(recipe, role).format is not FP32 for role in ("grad", *MOMENT_ROLES))
+
+
+def replacement(
+    optimizer: Optimizer, recipe: Recipe, names: Mapping[Tensor, str], offload: str | None = None
+) -> LowPrecisionOptimizer:
+    """The optimizer that takes the place of `optimizer`: the same groups (the very list), and its formats.
+
+    One of ours takes up the recipe's formats and stays. names: of the parameters, for overrides and errors. The state
+    is not moved yet: see `LowPrecisionOptimizer.take_state`. offload: where the state is kept. Raises RecipeError for a moment that the optimizer does
+    not have, ConversionError for options that ours has not.
+    """
+    formats = StateFormats.of(recipe)
+    kind = type(optimizer) if isinstance(optimizer, LowPrecisionOptimizer) else _kind_of(optimizer)
+    _check_moments(recipe, kind)
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        optimizer.formats, optimizer.names, optimizer.offload = formats, dict(names), offload
+        return optimizer
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise ConversionError(
+                    f"optimizer: {option}=True is not supported beside recipe '{recipe.name}': build it without"
+                )
+    ours = kind.__new__(kind)
+    LowPrecisionOptimizer.__init__(
+        ours, [dict(group) for group in optimizer.param_groups], dict(optimizer.defaults), formats, offload=offload
+    )
+    ours.names = dict(names)
+    ours.param_groups = optimizer.param_groups
+    _retire(optimizer, ours)
+    return ours
+
+
+def _kind_of(optimizer: Optimizer) -> type[LowPrecisionOptimizer]:
+    if isinstance(optimizer, torch.optim.AdamW):
+        return AdamW
+    if isinstance(optimizer, torch.optim.Adam):
+        return Adam
+    from narrowgauge.optim.muon import Muon
+    from narrowgauge.optim.sgd import SGD
+
+    kinds: dict[type[Optimizer], type[LowPrecisionOptimizer]] = {
+        torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD, torch.optim.Muon: Muon,
+    }  # fmt: skip
+    return next(ours for theirs, ours in kinds.items() if isinstance(optimizer, theirs))
+
+
+def _check_moments(recipe: Recipe, kind: type[LowPrecisionOptimizer]) -> None:
+    for role in MOMENT_ROLES:
+        spec = getattr(recipe, role)
+        if spec != CastSpec(FP32) and role not in kind.moments.values():
+            has = ", ".join(dict.fromkeys(kind.moments.values())) or "none"
+            raise RecipeError(
+                f"recipe '{recipe.name}': {role}=({spec}), and {kind.__name__} keeps no such moment (it has: {has}); "
+                f"use recipe.replace({role}=CastSpec(formats.FP32)), or AdamW"
+            )
+
+
+def _retire(optimizer: Optimizer, ours: LowPrecisionOptimizer) -> None:
+    """Refuse steps of the optimizer that was replaced, and tell its schedulers of the steps of the new one."""
+    guard = StepGuard.on(optimizer)
+    if guard is not None:
+        guard.detach()
+
+    def refuse(*args: Any) -> NoReturn:
+        raise NarrowgaugeError(
+            "this optimizer was replaced: expected a step of the one that prepare returned, as in "
+            "`model, optimizer = narrowgauge.prepare(model, optimizer, recipe)`"
+        )
+
+    optimizer.register_step_pre_hook(refuse)
+    replaced = weakref.ref(optimizer)
+
+    def note(*args: Any) -> None:
+        old = replaced()
+        if old is not None:
+            old._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it asks whether steps were taken
+
+    ours.register_step_post_hook(note)
