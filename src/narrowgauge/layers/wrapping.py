@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConversionError
+from narrowgauge.layers import gradients
 from narrowgauge.layers.autocast import EmulatedProducts, emulates_products, torch_region
 from narrowgauge.layers.convert import device_of
 from narrowgauge.recipes.spec import Recipe
@@ -68,7 +69,7 @@ def check_all_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 class PreciseApply:
     """`_apply` of a root module that leaves float32 buffers in float32 when the model changes its dtype.
 
-    Rotary frequencies, running statistics and the like lose in 16 bits what no later cast gives back.
+    Parameters that it replaces by others get the hooks of theirs. Rotary frequencies, running statistics and the like lose in 16 bits what no later cast gives back.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,6 +88,7 @@ class PreciseApply:
             new = owner._buffers[name]
             if new is not None and new.dtype is not old.dtype:
                 owner._buffers[name] = old.to(new.device)
+        gradients.renew(self.module)
         return self.module
 
 

@@ -42,8 +42,8 @@ def linear(
     """x @ weight.T + bias with operands cast by `casts`, in forward and in backward.
 
     x: [..., K]; weight: [N, K], a plain or a quantized tensor; bias: [N] or None, rounded to `out_dtype` before it is
-    added. Returns [..., N] of `out_dtype`. Gradients have the dtypes of x, weight and bias; the bias gradient is summed
-    in float32 from the uncast grad_output.
+    added. Returns [..., N] of `out_dtype`. Gradients have the dtype of x, and the `grad_dtype` of weight and bias; the
+    bias gradient is summed in float32 from the uncast grad_output.
 
     delayed: the slots of the roles ("input", "weight", "grad_output") whose scale is delayed. record: whether the live
     amax slots are raised, here and in backward. counter: told what each cast did, on sampled steps. shared: casts of
@@ -59,8 +59,19 @@ def linear(
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
     key = key_of_call(casts, x, weight, generator, training)
     caster = Caster(delayed, record, counter, None if casts.smooth else shared, weight_spec, key)
-    call = _Call(casts, caster, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
+    bias_grad_dtype = None if bias is None else grad_dtype_of(bias)
+    call = _Call(casts, caster, out_dtype, x.dtype, grad_dtype_of(weight), bias_grad_dtype, torch.is_grad_enabled())
     return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]
+
+
+def grad_dtype_of(parameter: Tensor) -> torch.dtype:
+    """The dtype in which autograd takes the gradient of a weight or bias: a wide one is not rounded on the way.
+
+    Compiled code cannot ask; there it is the parameter's own, which autograd casts.
+    """
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
+        return parameter.dtype
+    return parameter.grad_dtype or parameter.dtype  # None allows any
 
 
 class _Call(NamedTuple):
@@ -70,7 +81,8 @@ class _Call(NamedTuple):
     caster: Caster
     out_dtype: torch.dtype
     input_dtype: torch.dtype
-    weight_dtype: torch.dtype
+    weight_grad_dtype: torch.dtype
+    bias_grad_dtype: torch.dtype | None
     grad_enabled: bool  # inside the autograd function it always reads False
 
 
@@ -101,7 +113,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         # without the shared casts: they hold inputs, whose graph holds this node, and no collector sees such a cycle
         ctx.call = call._replace(caster=call.caster._replace(shared=None))
-        ctx.input_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
+        ctx.input_shape = x.shape
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -109,7 +121,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         rows = grad_output.reshape(grad_output.shape[:-1].numel(), grad_output.shape[-1])
-        dtypes = {GRAD_INPUT.name: call.input_dtype, GRAD_WEIGHT.name: call.weight_dtype}
+        dtypes = {GRAD_INPUT.name: call.input_dtype, GRAD_WEIGHT.name: call.weight_grad_dtype}
         grads: dict[str, Tensor] = {}
         saved_tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
         factors = saved_tensors[0]
@@ -123,8 +135,8 @@ class _Linear(torch.autograd.Function):
             grad_x = None if grad_x is None else grad_x / factors.to(grad_x.dtype)
             grad_weight = None if grad_weight is None else grad_weight * factors.to(grad_weight.dtype)
         grad_bias = None
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = kernels.column_sum(rows).to(ctx.bias_dtype)
+        if call.bias_grad_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = kernels.column_sum(rows).to(call.bias_grad_dtype)
         return None if grad_x is None else grad_x.reshape(ctx.input_shape), grad_weight, grad_bias, None
 
 

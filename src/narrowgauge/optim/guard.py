@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from narrowgauge.errors import DivergenceError, NarrowgaugeError
+from narrowgauge.tensors.quantized import QuantizedTensor
 
 MAX_SKIPS = 50  # from a loss scale of 2^16, halving reaches 1 after 16 skips: what comes later is no search for a scale
 STEPS = "narrowgauge_steps"  # in the optimizer's state dict: steps so far, taken and skipped
@@ -30,7 +31,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """True where no value is infinite or NaN. Waits for the device once."""
+    """True where no value is infinite or NaN; of quantized tensors their amax says so. Waits for the device once."""
     tensors = [t._values() if t.is_sparse else t for t in tensors]
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
@@ -40,7 +41,9 @@ def all_finite(tensors: list[Tensor]) -> bool:
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
-    return [norm.float() for norm in torch._foreach_norm(tensors, float("inf"))]
+    plain = [t for t in tensors if not isinstance(t, QuantizedTensor)]
+    largest = [norm.float() for norm in torch._foreach_norm(plain, float("inf"))] if plain else []
+    return largest + [t.amax for t in tensors if isinstance(t, QuantizedTensor)]
 
 
 def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
