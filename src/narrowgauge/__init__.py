@@ -53,8 +53,10 @@ _HOMES = {
     "ConversionReport": "layers.report",
     "convert": "layers.convert",
     "report": "layers.report",
+    "freeze": "layers.freeze",
     "prepare": "preparation",  # a module of its own name would hide the function once it is loaded
     "autocast": "layers.autocast",
+    "accumulate": "layers.gradients",
     "LossScaler": "optim.scaler",
     "clip_grad_norm_": "optim.clip",
     "save": "train.checkpoint",
@@ -67,6 +69,8 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
     from narrowgauge import optim, recipes
     from narrowgauge.layers.autocast import autocast
     from narrowgauge.layers.convert import convert
+    from narrowgauge.layers.freeze import freeze
+    from narrowgauge.layers.gradients import accumulate
     from narrowgauge.layers.report import ConversionReport, report
     from narrowgauge.numerics import formats
     from narrowgauge.numerics.companding import DYNAMIC, LINEAR, RANGE_EXPANSION, SQUARE_ROOT
@@ -98,8 +102,8 @@ __all__ = [
     "ConversionReport", "DYNAMIC", "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_FLOOR",
     "E8M0_UP", "Hadamard", "LINEAR", "LossScaler", "NEAREST_EVEN", "NONE", "NONZERO", "NVFP4", "NarrowgaugeError",
     "PER_COLUMN", "PER_ROW", "PER_TENSOR", "QuantizedTensor", "RANGE_EXPANSION", "Recipe", "RecipeError",
-    "SQUARE_ROOT", "STOCHASTIC", "TENSOR_POW2", "ULP", "autocast",
-    "clip_grad_norm_", "convert", "formats", "ledger", "load", "optim", "prepare", "quantize", "recipe",
+    "SQUARE_ROOT", "STOCHASTIC", "TENSOR_POW2", "ULP", "accumulate", "autocast",
+    "clip_grad_norm_", "convert", "formats", "freeze", "ledger", "load", "optim", "prepare", "quantize", "recipe",
     "recipe_names", "recipes", "report", "save",
 ]  # fmt: skip
 

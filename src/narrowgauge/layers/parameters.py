@@ -80,7 +80,7 @@ def quantized_by(model: nn.Module, recipe: Recipe) -> Iterator[nn.Parameter]:
     for module in modules:
         weight = module._parameters.get("weight")
         takes_part = kind_of(module) is Kind.LINEAR or isinstance(module, nn.Embedding)
-        if weight is None or not takes_part or id(weight) in seen or not weight.is_floating_point():
+        if weight is None or not takes_part or id(weight) in seen or weight.dtype not in FLOATING:
             continue
         if type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor):
             seen.add(id(weight))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from narrowgauge.layers.norm import LayerNorm, RMSNorm
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.ops.matmul import GEMMS
 from narrowgauge.recipes.spec import OPERAND_ROLES
+from narrowgauge.tensors.quantized import QuantizedTensor
 
 CONVERTED = "converted"  # the recipe's own arithmetic
 KEPT = "kept"  # the compute dtype, or as it was
@@ -82,8 +83,12 @@ def report(model: nn.Module) -> ConversionReport:
     A module that is registered under several names has one row, under the first.
     """
     notes: tuple[str, ...] = getattr(model, "_narrowgauge_notes", ())
-    rows = (_row(name, module) for name, module in model.named_modules())
-    return ConversionReport(tuple(row for row in rows if row is not None), notes)
+    rows = []
+    for name, module in model.named_modules():
+        row = _row(name, module)
+        if row is not None:
+            rows.append(replace(row, reason="; ".join([row.reason, *_storage(module)])))
+    return ConversionReport(tuple(rows), notes)
 
 
 def _row(name: str, module: nn.Module) -> Row | None:
@@ -105,6 +110,14 @@ def _row(name: str, module: nn.Module) -> Row | None:
             name, label, KEPT, "torch", "no torch.nn.Linear: runs as it is" if kind is Kind.OTHER else "as it is"
         )
     return None
+
+
+def _storage(module: nn.Module) -> list[str]:
+    """How a weight is stored, where it is no plain tensor."""
+    weight = module._parameters.get("weight")
+    if weight is None or not isinstance(weight.data, QuantizedTensor):
+        return []
+    return [f"weight stored as {weight.data.spec.short}{'' if weight.requires_grad else ', frozen'}"]
 
 
 def _products(module: RecipeLayer) -> str:

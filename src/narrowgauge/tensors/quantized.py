@@ -202,6 +202,12 @@ class QuantizedTensor(Tensor):
         """The values as nested lists."""
         return self.detach().dequantize().tolist()
 
+    def storage(self) -> NoReturn:
+        raise NarrowgaugeError(
+            "a QuantizedTensor's memory holds codes beside scales, and safetensors files hold plain tensors: save with "
+            "narrowgauge.save(path, model, optimizer), or save the values, p.dequantize()"
+        )
+
     def __dlpack__(self, **kwargs: Any) -> NoReturn:
         raise NarrowgaugeError(
             "a QuantizedTensor's memory holds codes, not the values that DLPack would share: pass .dequantize() on"

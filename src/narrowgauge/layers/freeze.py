@@ -1,0 +1,94 @@
+"""Frozen weights in FP8: reference, reward and teacher models, and the bases of adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from narrowgauge.errors import ConversionError
+from narrowgauge.layers.convert import convert, device_of
+from narrowgauge.layers.parameters import quantized_by, replace
+from narrowgauge.numerics.formats import E4M3FN
+from narrowgauge.numerics.rounding import NEAREST_EVEN
+from narrowgauge.numerics.scaling import CURRENT
+from narrowgauge.recipes import library
+from narrowgauge.recipes.spec import CastSpec, Recipe
+from narrowgauge.tensors.quantized import QuantizedTensor, quantize
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def freeze(model: Model, recipe: str | Recipe) -> Model:
+    """Freeze `model` in place, its weights stored in FP8: one byte a value and the scales. Returns it.
+
+    - Weights of linear layers, and of embeddings where `recipe.embeddings` says so, become QuantizedTensors: cast by
+      the recipe's `weight` where that is FP8, so that products multiply these codes as they are, else by E4M3FN with a
+      scale per tensor. Tied ones stay one, and those that are stored in 8 bits already stay as they are.
+    - All other parameters (biases, norms, layers that cannot be converted) stay as they are. No parameter requires a
+      gradient afterwards, and there are none left; gradients of inputs flow to earlier layers, and to adapters.
+    - Linear layers and norms are converted, as `convert` does: products run by the recipe. For the operations between
+      them place `narrowgauge.autocast` yourself; a copy of a prepared model keeps its own. `train` and `eval` are not
+      touched.
+
+    A reference model is freeze(copy.deepcopy(model), recipe). An optimizer that holds the parameters should be built
+    anew: those it holds may no longer be the model's. Adapters that are added later train under `prepare`, which leaves
+    frozen parameters alone. `narrowgauge.report(model)` lists what is stored in FP8.
+
+    Raises ConversionError for what is no model, one that is compiled, or a weight whose size is not known yet;
+    RecipeError for an unknown recipe, and for one with a schedule: freeze by one of its recipes, recipe.at(steps).
+    """
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"expected a torch.nn.Module to freeze, found {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ConversionError("the model is compiled already: call freeze first, then torch.compile")
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise ConversionError(f"parameter '{name}' has no size yet: run one forward pass first")
+    recipe = library.recipe(recipe).resolve(device_of(model))
+    convert(model, recipe)
+    spec = frozen_spec(recipe)
+    for weight in list(quantized_by(model, recipe)):
+        _store_frozen(model, weight, spec)
+    for p in model.parameters():
+        p.requires_grad_(False)
+        p.grad = None
+    notes: tuple[str, ...] = getattr(model, "_narrowgauge_notes", ())
+    model._narrowgauge_notes = (*(n for n in notes if not n.startswith(_NOTE)), _note(model))  # type: ignore[assignment]
+    return model
+
+
+def frozen_spec(recipe: Recipe) -> CastSpec:
+    """How `freeze` stores weights: the recipe's `weight` if FP8, with a scale of its own, else E4M3FN per tensor."""
+    weight = recipe.weight
+    if weight is None or weight.format.bits != 8 or not weight.format.has_nan or not weight.is_scaled:
+        return CastSpec(E4M3FN)
+    return dataclasses.replace(weight, scale=CURRENT if weight.is_delayed else weight.scale, rounding=NEAREST_EVEN)
+
+
+def _store_frozen(model: nn.Module, weight: nn.Parameter, spec: CastSpec) -> None:
+    held = weight.data
+    if isinstance(held, QuantizedTensor) and held.spec.format.bits == 8:
+        return
+    # attributes and ties move along; hooks, which take gradients, do not
+    replace(model, weight, nn.Parameter(quantize(held, spec), requires_grad=False))
+
+
+_NOTE = "frozen:"
+
+
+def _note(model: nn.Module) -> str:
+    """How many parameters are stored in what, and in how many bytes."""
+    parameters = list(model.parameters())
+    stored = [p.data for p in parameters if isinstance(p.data, QuantizedTensor)]
+    kinds = ", ".join(f"{n} as {spec.short}" for spec, n in Counter(q.spec for q in stored).items()) or "none"
+    rest: Counter[torch.dtype] = Counter(p.dtype for p in parameters if not isinstance(p.data, QuantizedTensor))
+    others = ", ".join(f"{n} stay {str(dtype).removeprefix('torch.')}" for dtype, n in rest.items()) or "no others"
+    return (
+        f"{_NOTE} {len(stored)} weights of {sum(q.numel() for q in stored):,} values in "
+        f"{sum(q.nbytes for q in stored):,} bytes ({kinds}); {others}"
+    )
