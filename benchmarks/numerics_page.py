@@ -18,7 +18,7 @@ import sqnr
 import torch
 
 import narrowgauge as ng
-from narrowgauge.numerics import formats, rounding, scaling
+from narrowgauge.numerics import companding, formats, rounding, scaling
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E5M2, E8M0FNU, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.rounding import Rounding
@@ -42,10 +42,12 @@ RULES = {
     "saturates where the mantissa of its amax is above that of max",
     ScaleRule.NVFP4: "`min(1 / (byte * fl(1/S)), FLT_MAX)` with `S = 2688 / amax of the tensor` and "
     "`byte = E4M3(amax * (S * fl(1/6)))`",
+    ScaleRule.ULP: "`127 / (half a unit in the last place of the bfloat16 parameter)`: of a residual, see below",
 }
 ROUNDINGS = {
     Rounding.NEAREST_EVEN: "the nearest value; of two equally near ones that with the even code",
     Rounding.STOCHASTIC: "one of the two neighbours, the nearer the likelier, so that the mean is the value itself",
+    Rounding.NONZERO: "the nearest value, but never zero for another: the smallest code of its sign",
 }
 
 
@@ -90,13 +92,13 @@ def rules_table() -> str:
     for rule, words in ((rule, RULES[rule]) for rule in ScaleRule):
         fmt = E2M1FN if rule is NVFP4 else E4M3FN
         amax = torch.tensor(3.75)
-        if rule is ScaleRule.NONE:
-            example = "1"
+        if rule in (ScaleRule.NONE, ScaleRule.ULP):
+            example = "1" if rule is ScaleRule.NONE else "-"
         else:
             quant_scale, stored = scaling.block_scales(amax, fmt, rule, torch.tensor(24.0))
             example = f"{number(quant_scale.item())}; {number(scaling.block_factors(stored).item())}"
         dtype = str(scaling.stored_dtype(rule)).removeprefix("torch.")
-        rows.append([f"`{rule.name}`", words, dtype if rule is not ScaleRule.NONE else "-", example])
+        rows.append([f"`{rule.name}`", words, "-" if rule in (ScaleRule.NONE, ScaleRule.ULP) else dtype, example])
     return table(["rule", "`quant_scale`", "stored as", "of amax 3.75"], rows)
 
 
@@ -123,11 +125,15 @@ def roundings_table() -> str:
     rows = []
     for mode in Rounding:
         given = words if mode is Rounding.STOCHASTIC else None
-        x = torch.full((len(words),), 2.25)
-        values = rounding.decode(rounding.encode(x, E2M1FN, words=given), E2M1FN)
-        shares = [f"{number(v)} ({(values == v).double().mean().item():.0%})" for v in values.unique().tolist()]
-        rows.append([f"`{mode.name}`", ROUNDINGS[mode], ", ".join(shares)])
-    return table(["rounding", "picks", "2.25 in E2M1"], rows)
+        shares = []
+        for value in (2.25, 0.125):
+            x = torch.full((len(words),), value)
+            nonzero = x != 0 if mode is Rounding.NONZERO else None
+            values = companding.decode(companding.encode(x, E2M1FN, nonzero=nonzero, words=given), E2M1FN)
+            found = [f"{number(v)} ({(values == v).double().mean().item():.0%})" for v in values.unique().tolist()]
+            shares.append(", ".join(found))
+        rows.append([f"`{mode.name}`", ROUNDINGS[mode], *shares])
+    return table(["rounding", "picks", "2.25 in E2M1", "0.125 in E2M1"], rows)
 
 
 def overflow_table() -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.numerics.kernels.dispatch import has_gpu_kernels
+from narrowgauge.numerics.kernels.paths import has_gpu_kernels
 from narrowgauge.numerics.kernels.tracing import is_traced
 
 # below this many codes a few torch operations are faster than the passage to Numba

@@ -7,9 +7,11 @@ Everything works on the bits of a float32 as a Python int. Each fast path is hel
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from fractions import Fraction
 
+from narrowgauge.numerics.companding import LINEAR, Companding, limit_of
 from narrowgauge.numerics.formats import E8M0FNU, FP32, TF32, Format
 from narrowgauge.numerics.scaling import ScaleRule
 
@@ -32,8 +34,9 @@ def float_of(bits: int) -> float:
 def encode(bits: int, fmt: Format, *, saturating: bool | None = None) -> int:
     """The code of a float32, given as its bits, by round to nearest even.
 
-    `saturating` None: the format's own rule. INT8 codes are two's complement bytes, TF32 codes float32 bits. Raises
-    ValueError for a value that the format cannot express: NaN without a NaN, overflow without infinity.
+    `saturating` None: the format's own rule. Codes of signed integers are in two's complement, of one byte (INT16:
+    two), TF32 codes are float32 bits. Raises ValueError for a value that the format cannot express: NaN without a NaN,
+    overflow without infinity.
     """
     saturating = fmt.saturating if saturating is None else saturating
     negative, magnitude = bits >= SIGN, bits % SIGN
@@ -51,7 +54,7 @@ def encode(bits: int, fmt: Format, *, saturating: bool | None = None) -> int:
         value = min(value, Fraction(fmt.max))
     if fmt.is_integer:
         integer = round(value)  # Python rounds ties to even
-        return (-integer if negative else integer) % 256
+        return (-integer if negative else integer) % _modulus(fmt)
     if fmt is E8M0FNU:
         return _encode_e8m0(value)
     code, rounded = _nearest(value, fmt)
@@ -100,7 +103,8 @@ def decode(code: int, fmt: Format) -> int:
     if fmt in (FP32, TF32):
         return code
     if fmt.is_integer:
-        return bits_of(code - 256 if fmt.signed and code > 127 else code)
+        modulus = _modulus(fmt)
+        return bits_of(code - modulus if fmt.signed and code >= modulus // 2 else code)
     if fmt is E8M0FNU:
         return NAN if code == 0xFF else bits_of(2.0 ** (code - fmt.bias))
     half = 1 << (fmt.bits - 1)
@@ -114,7 +118,7 @@ def decode(code: int, fmt: Format) -> int:
     return sign | bits_of(float(steps * _power(max(exponent, 1) - fmt.bias - fmt.mantissa_bits)))
 
 
-def quant_scale(amax: int, fmt: Format, rule: ScaleRule) -> int:
+def quant_scale(amax: int, fmt: Format, rule: ScaleRule, companding: Companding = LINEAR) -> int:
     """Float32 bits of the multiplier that follows from an amax, given as its bits."""
     if rule is ScaleRule.NONE:
         return bits_of(1.0)
@@ -123,7 +127,7 @@ def quant_scale(amax: int, fmt: Format, rule: ScaleRule) -> int:
         return NAN if byte == 0xFF else bits_of(2.0 ** (127 - byte))
     if amax == 0 or amax >= INFINITY:
         return bits_of(1.0)
-    ratio = divide(bits_of(fmt.max), amax)
+    ratio = divide(bits_of(limit_of(fmt, companding)), amax)
     if rule is ScaleRule.TENSOR_POW2:
         return bits_of(2.0 ** min(_floor_log2(Fraction(float_of(ratio))) if ratio < INFINITY else 127, 126))
     scale = min(ratio, FLT_MAX)
@@ -169,6 +173,18 @@ def multiply(a: int, b: int) -> int:
     if high > INFINITY or (high == INFINITY and low == 0):
         return NAN
     return sign | (INFINITY if high == INFINITY else _float32(Fraction(float_of(low)) * Fraction(float_of(high))))
+
+
+def square_root(a: int) -> int:
+    """Bits of the float32 square root of a float32 that is not negative, rounded once to nearest even (IEEE 754)."""
+    if a >= INFINITY or a == 0:
+        return a
+    value = Fraction(float_of(a))
+    # the root of an integer of 80 bits or more has 16 bits to spare, and no root lies half way between two float32
+    shift = (80 - _floor_log2(value)) // 2 * 2
+    integer = value * _power(shift)
+    root = math.isqrt(int(integer))
+    return _float32(Fraction(2 * root + (root * root != integer), 2) * _power(-shift // 2))
 
 
 def add(a: int, b: int) -> int:
@@ -222,8 +238,13 @@ def _with_sign(code: int, negative: bool, fmt: Format) -> int:
     if not negative or not fmt.signed:
         return code
     if fmt.is_integer:
-        return -code % 256
+        return -code % _modulus(fmt)
     return code | (SIGN if fmt is TF32 else 1 << (fmt.bits - 1))
+
+
+def _modulus(fmt: Format) -> int:
+    """One more than the largest code of an integer format as it is stored, a byte or two."""
+    return 1 << max(fmt.bits, 8)
 
 
 def _floor_log2(value: Fraction) -> int:

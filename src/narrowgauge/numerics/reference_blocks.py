@@ -5,13 +5,14 @@ A matrix is a list of rows of float32 bits. Each step of a formula is rounded on
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
-from narrowgauge.numerics import reference
+from narrowgauge.numerics import code_book, reference
+from narrowgauge.numerics.companding import DYNAMIC, LINEAR, SQUARE_ROOT, Companding, limit_of
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E8M0FNU, Format
 from narrowgauge.numerics.granularity import Block
-from narrowgauge.numerics.reference import FLT_MAX, INFINITY, NAN, SIGN, bits_of, divide, multiply
+from narrowgauge.numerics.reference import FLT_MAX, INFINITY, NAN, SIGN, bits_of, divide, float_of, multiply
 from narrowgauge.numerics.scaling import ScaleRule
 
 ONE = bits_of(1.0)
@@ -30,8 +31,19 @@ class Blocks(NamedTuple):
     flushed: int
 
 
-def quantize(x: Matrix, fmt: Format, block: Block, rule: ScaleRule, key: int | None = None, stream: int = 0) -> Blocks:
+def quantize(
+    x: Matrix,
+    fmt: Format,
+    block: Block,
+    rule: ScaleRule,
+    key: int | None = None,
+    stream: int = 0,
+    companding: Companding = LINEAR,
+    nonzero: bool = False,
+) -> Blocks:
     """Cast a matrix by tiles; key: round stochastically, value i of the logical order by `reference.random_word`.
+
+    companding: any but RANGE_EXPANSION, whose logarithms and powers are rounded otherwise on every device.
 
     A NaN makes the scale of its tile NaN where the format has none (float32 scales of other formats leave it to the
     codes), and is code 0 there.
@@ -44,24 +56,27 @@ def quantize(x: Matrix, fmt: Format, block: Block, rule: ScaleRule, key: int | N
     saturated = flushed = 0
     for i, j in product(range(down), range(across)):
         inside = _tile(i, j, block, len(x), columns)
-        quant_scale, scales[i][j] = block_scales(_largest([[x[r][c] for r, c in inside]]), fmt, rule, whole)
+        quant_scale, scales[i][j] = block_scales(_largest([[x[r][c] for r, c in inside]]), fmt, rule, whole, companding)
         for r, c in inside:
             scaled = multiply(x[r][c], quant_scale)
-            if scaled % SIGN > INFINITY and not fmt.has_nan:
-                scaled = 0
-            if key is None:
-                code = reference.encode(scaled, fmt, saturating=True)
-            else:
-                word = reference.random_word(key, stream, r * columns + c)
-                code = reference.encode_stochastically(scaled, fmt, word, saturating=True)
+            word = None if key is None else reference.random_word(key, stream, r * columns + c)
+            code = _encode(scaled, fmt, companding, word)
+            if nonzero and _value(code, fmt, companding) % SIGN == 0 and 0 < x[r][c] % SIGN <= INFINITY:
+                code = _least_code(x[r][c] >= SIGN, fmt, companding)
             codes[r][c] = code
-            saturated += bits_of(fmt.max) < scaled % SIGN <= INFINITY
-            flushed += x[r][c] % SIGN != 0 and reference.decode(code, fmt) % SIGN == 0
+            saturated += bits_of(limit_of(fmt, companding)) < scaled % SIGN <= INFINITY
+            flushed += x[r][c] % SIGN != 0 and _value(code, fmt, companding) % SIGN == 0
     return Blocks(codes, scales, whole, saturated, flushed)
 
 
 def dequantize(
-    codes: Matrix, scales: Matrix, fmt: Format, block: Block, rule: ScaleRule, tensor_amax: int | None = None
+    codes: Matrix,
+    scales: Matrix,
+    fmt: Format,
+    block: Block,
+    rule: ScaleRule,
+    tensor_amax: int | None = None,
+    companding: Companding = LINEAR,
 ) -> Matrix:
     """The float32 bits of codes times the factor of their tile; NVFP4's lacks the tensor's part if no amax is given."""
     columns = len(codes[0]) if codes else 0
@@ -69,15 +84,50 @@ def dequantize(
     for i, j in product(range(len(scales)), range(len(scales[0]) if scales else 0)):
         by = factor(scales[i][j], rule, tensor_amax)
         for r, c in _tile(i, j, block, len(codes), columns):
-            values[r][c] = multiply(reference.decode(codes[r][c], fmt), by)
+            values[r][c] = multiply(_value(codes[r][c], fmt, companding), by)
     return values
 
 
-def block_scales(amax: int, fmt: Format, rule: ScaleRule, tensor_amax: int) -> tuple[int, int]:
+def _encode(scaled: int, fmt: Format, companding: Companding, word: int | None) -> int:
+    """The code of a scaled value, given as its bits."""
+    if scaled % SIGN > INFINITY and not fmt.has_nan:
+        return 0
+    if companding is DYNAMIC:
+        values = code_book.values(fmt.signed)
+        middles = [float_of(bits_of((a + b) / 2)) for a, b in pairwise(values)]
+        return (sum(middle < float_of(scaled) for middle in middles) - code_book.zero_index(fmt.signed)) % 256
+    if companding is SQUARE_ROOT:
+        scaled = (scaled & SIGN) | reference.square_root(scaled % SIGN)
+    if word is None:
+        return reference.encode(scaled, fmt, saturating=True)
+    return reference.encode_stochastically(scaled, fmt, word, saturating=True)
+
+
+def _value(code: int, fmt: Format, companding: Companding) -> int:
+    """Bits of what a code stands for, but for the scale."""
+    if companding is DYNAMIC:
+        values = code_book.values(fmt.signed)
+        return bits_of(values[(code + code_book.zero_index(fmt.signed)) % 256])
+    value = reference.decode(code, fmt)
+    return multiply(value, value % SIGN) if companding is SQUARE_ROOT else value
+
+
+def _least_code(negative: bool, fmt: Format, companding: Companding) -> int:
+    """The code of the least value of a sign that is not zero; zero where a format has no negative ones."""
+    if negative and not fmt.signed:
+        return 0
+    if companding is DYNAMIC or fmt.is_integer:
+        return 255 if negative else 1
+    return 1 | (negative << (fmt.bits - 1))
+
+
+def block_scales(
+    amax: int, fmt: Format, rule: ScaleRule, tensor_amax: int, companding: Companding = LINEAR
+) -> tuple[int, int]:
     """Of one tile: bits of the multiplier before the cast, and the scale stored (float32 bits or a byte)."""
     if rule is ScaleRule.NVFP4:
         return nvfp4_scales(amax, tensor_amax)
-    quant_scale = reference.quant_scale(amax, fmt, rule)
+    quant_scale = reference.quant_scale(amax, fmt, rule, companding)
     if rule is ScaleRule.E8M0_UP:
         stored = reference.e8m0_byte_up(amax, fmt)
     elif rule is ScaleRule.E8M0_FLOOR:

@@ -84,6 +84,14 @@ def round_stochastically(x: Tensor, fmt: Format, words: Tensor) -> Tensor:
     return torch.where(magnitude <= fmt.max, rounded, x)
 
 
+def lifted(x: Tensor, where: Tensor, least: float) -> Tensor:
+    """`x`, raised to the magnitude `least` (> 0) where it is smaller and `where` is True; -0 to -least, NaN stays.
+
+    Lifting before a cast is lifting its code: the least value that has one rounds to itself, and nothing above moves.
+    """
+    return torch.where(where & (x.abs() < least), torch.full_like(x, least).copysign(x), x)
+
+
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of `codes` (a tensor of `fmt.dtype`) in `dtype`, exact where `dtype` holds them."""
     if fmt.dtype is torch.uint8 and not fmt.is_integer:

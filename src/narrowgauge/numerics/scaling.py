@@ -18,6 +18,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics import rounding
+from narrowgauge.numerics.companding import LINEAR, Companding, limit_of
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E8M0FNU, FP32, Format
 
 FLT_MAX = FP32.max
@@ -50,13 +51,15 @@ class Delayed:
 
     margin: powers of two of headroom. interval: the scale is renewed at every interval-th roll of the history.
     history_length: steps remembered. algorithm: "max", "most_recent", or a function from the history before the roll,
-    its slot 0 holding the amax of the step just finished, to an amax (a 0-dimensional tensor).
+    its slot 0 holding the amax of the step just finished, to an amax (a 0-dimensional tensor). warmup: until so many
+    rolls the scale follows from the tensor at hand, as there is no history to speak of (FP8-LM).
     """
 
     margin: float = 0
     interval: int = 1
     history_length: int = 1024
     algorithm: str | AmaxAlgorithm = "max"
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         # bool is an int to Python; a margin beyond float32's exponents would make the scale 0 or inf
@@ -66,6 +69,8 @@ class Delayed:
         for option, steps in (("interval", self.interval), ("amax_history_len", self.history_length)):
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
                 raise RecipeError(f"{option}={steps!r}: expected a whole number of steps, at least 1")
+        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
+            raise RecipeError(f"warmup={self.warmup!r}: expected a whole number of steps, at least 0")
         algorithm = self.algorithm
         if not callable(algorithm) and algorithm not in ("max", "most_recent"):
             hint = closest(algorithm, ("max", "most_recent")) if isinstance(algorithm, str) else ""
@@ -99,8 +104,11 @@ def tensor_amax(x: Tensor) -> Tensor:
     return x.detach().abs().amax().float()
 
 
-def quant_scale_of(amax: Tensor, fmt: Format, rule: ScaleRule) -> Tensor:
-    """The multiplier applied before the cast, float32, of the shape of `amax` (float32)."""
+def quant_scale_of(amax: Tensor, fmt: Format, rule: ScaleRule, companding: Companding = LINEAR) -> Tensor:
+    """The multiplier applied before the cast, float32, of the shape of `amax` (float32).
+
+    companding: with CURRENT, whose scale then brings amax to what the curve's largest code stands for.
+    """
     if rule is ScaleRule.NONE:
         return torch.ones_like(amax)
     if rule is ScaleRule.TENSOR_POW2:
@@ -111,7 +119,7 @@ def quant_scale_of(amax: Tensor, fmt: Format, rule: ScaleRule) -> Tensor:
         return torch.where(byte == 255, torch.nan, torch.ldexp(torch.ones_like(amax), 127 - byte))
     if rule is ScaleRule.NVFP4:
         raise RecipeError("NVFP4 has two levels of scales: use block_scales")
-    scale = torch.full_like(amax, fmt.max) / amax
+    scale = torch.full_like(amax, limit_of(fmt, companding)) / amax
     scale = torch.where(scale.isinf(), FLT_MAX, scale)
     scale = torch.where(amax.isfinite() & (amax > 0), scale, 1.0)
     if rule is ScaleRule.CURRENT_POW2:
@@ -156,7 +164,7 @@ def e8m0_byte(amax: Tensor, fmt: Format, rule: ScaleRule) -> Tensor:
 
 
 def block_scales(
-    amax: Tensor, fmt: Format, rule: ScaleRule, tensor_amax: Tensor | None = None
+    amax: Tensor, fmt: Format, rule: ScaleRule, tensor_amax: Tensor | None = None, companding: Companding = LINEAR
 ) -> tuple[Tensor, Tensor]:
     """The scales of blocks: (quant_scale in float32, dequant_scale as it is stored), both of the shape of `amax`.
 
@@ -167,7 +175,7 @@ def block_scales(
     if rule is ScaleRule.NVFP4:
         assert tensor_amax is not None
         return _nvfp4_scales(amax, tensor_amax)
-    quant_scale = quant_scale_of(amax, fmt, rule)
+    quant_scale = quant_scale_of(amax, fmt, rule, companding)
     if rule in E8M0_RULES:
         byte = e8m0_byte(amax, fmt, rule)
         return torch.where(byte == 255, 1.0, quant_scale), byte.view(E8M0FNU.dtype)
@@ -246,10 +254,14 @@ def roll(history: Tensor, scale: Tensor, fmt: Format, rule: Delayed, rolls_befor
     rolled[..., 0] = 0.0
     if rolls_before % rule.interval:
         return rolled, scale
-    amax = _chosen_amax(history, rule)
-    renewed = torch.full_like(amax, fmt.max * 2.0**-rule.margin) / amax
-    renewed = torch.where(renewed.isinf(), FLT_MAX, renewed)
-    return rolled, torch.where(finite & amax.isfinite() & (amax > 0), renewed, scale)
+    return rolled, torch.where(finite, delayed_scale_of(_chosen_amax(history, rule), scale, fmt, rule), scale)
+
+
+def delayed_scale_of(amax: Tensor, old_scale: Tensor, fmt: Format, rule: Delayed) -> Tensor:
+    """The scale by `rule` of an amax, all float32 [...]; the old one where the amax is zero or not finite."""
+    scale = torch.full_like(amax, fmt.max * 2.0**-rule.margin) / amax
+    scale = torch.where(scale.isinf(), FLT_MAX, scale)
+    return torch.where(amax.isfinite() & (amax > 0), scale, old_scale)
 
 
 def _chosen_amax(history: Tensor, rule: Delayed) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics import kernels, scaling
-from narrowgauge.numerics.scaling import CURRENT, NONE, NVFP4, TENSOR_POW2, Delayed, ScaleRule
+from narrowgauge.numerics.rounding import NONZERO
+from narrowgauge.numerics.scaling import CURRENT, NONE, NVFP4, TENSOR_POW2, ULP, Delayed, ScaleRule
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors import tiles
 
@@ -84,6 +85,7 @@ def cast_operand(
         count=count,
         key=key,
         stream=stream,
+        nonzero=spec.rounding is NONZERO,
     )
     return Operand(result.codes, dequant_scale, result.carrier, amax, result.saturated, result.flushed)
 
@@ -115,6 +117,8 @@ def _cast_blocks(
         count=count,
         key=key,
         stream=stream,
+        companding=spec.companding,
+        nonzero=spec.rounding is NONZERO,
     )
     factor = scaling.nvfp4_tensor_factor(done.amax) if spec.scale is NVFP4 else None
     return Operand(done.codes, factor, done.carrier, done.amax, done.saturated, done.flushed, done.dequant_scale)
@@ -143,10 +147,10 @@ def cast_storage(
     key = _key_for(spec, key)
     if spec.in_blocks:
         return tiles.quantize(x, spec, key)
-    amax = kernels.amax(x)
+    amax, nonzero = kernels.amax(x), spec.rounding is NONZERO
     rule = CURRENT if isinstance(spec.scale, Delayed) else _current_rule(spec)
     if rule is NONE:
-        codes = kernels.quantize(x, None, spec.format, saturating=saturates(spec), key=key).codes
+        codes = kernels.quantize(x, None, spec.format, saturating=saturates(spec), key=key, nonzero=nonzero).codes
         assert codes is not None
         return codes, torch.ones_like(amax), amax
     quant_scale = scaling.quant_scale_of(amax, spec.format, rule)
@@ -159,7 +163,7 @@ def cast_storage(
         dequant_scale = torch.where(amax.isnan(), torch.nan, dequant_scale)
         x = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         quant_scale = torch.where(amax.isnan(), 1.0, quant_scale)  # some rules give NaN, which has no code
-    codes = kernels.quantize(x, quant_scale, spec.format, saturating=True, key=key).codes
+    codes = kernels.quantize(x, quant_scale, spec.format, saturating=True, key=key, nonzero=nonzero).codes
     assert codes is not None
     return codes, dequant_scale, amax
 
@@ -171,6 +175,10 @@ def _current_rule(spec: CastSpec) -> ScaleRule:
             "or use CURRENT"
         )
     assert isinstance(spec.scale, ScaleRule)
+    if spec.scale is ULP:
+        raise RecipeError(
+            f"{spec}: its unit is that of the parameter which a residual completes: use numerics.residual.split"
+        )
     return spec.scale
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics import scaling
+from narrowgauge.numerics.companding import RANGE_EXPANSION
 from narrowgauge.numerics.scaling import NVFP4, ScaleRule
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors import tiles
@@ -34,13 +35,13 @@ def check_parts(codes: Tensor, dequant_scale: Tensor, spec: CastSpec, dtype: tor
     if not spec.in_blocks and (dequant_scale.ndim or dequant_scale.dtype is not torch.float32):
         raise NarrowgaugeError(f"dequant_scale: expected one float32 value of shape (), {found}")
     if spec.in_blocks:
-        expected = scale_dtype(spec)
-        if dequant_scale.dtype is not expected or dequant_scale.ndim != max(codes.ndim, 1):
+        expected, dimensions = scale_dtype(spec), max(codes.ndim, 1) + (spec.companding is RANGE_EXPANSION)
+        if dequant_scale.dtype is not expected or dequant_scale.ndim != dimensions:
             raise NarrowgaugeError(f"dequant_scale: expected {expected}, one a tile of the codes, {found}")
         # a compiler's sizes may be symbols, and its tensors come from parts that were checked
-        if type(codes) is Tensor and dequant_scale.shape != tiles.scale_shape(codes.shape, spec.granularity):
+        if type(codes) is Tensor and dequant_scale.shape != tiles.scale_shape(codes.shape, spec):
             raise NarrowgaugeError(
-                f"dequant_scale: expected shape {tiles.scale_shape(codes.shape, spec.granularity)}, one entry for each "
+                f"dequant_scale: expected shape {tiles.scale_shape(codes.shape, spec)}, one entry for each "
                 f"tile ({spec.granularity}) of codes of shape {tuple(codes.shape)}, {found}"
             )
         if spec.scale is NVFP4 and amax is None:

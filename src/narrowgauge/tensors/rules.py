@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.numerics.companding import RANGE_EXPANSION
 from narrowgauge.numerics.scaling import CURRENT, FLT_MAX, NONE, Delayed
-from narrowgauge.tensors import tiles
+from narrowgauge.tensors import norm_rules, tiles
 from narrowgauge.tensors.cast import FLOATING
+from narrowgauge.tensors.lookup import rows_of
 from narrowgauge.tensors.values import values_of, write
 from narrowgauge.tensors.views import ReadOnlyView, arguments_written, is_composite_view, is_reinterpretation
 
@@ -24,7 +26,7 @@ aten = torch.ops.aten
 
 # (class, op, args, kwargs) -> result, or NotImplemented where the rule does not apply to these arguments
 Rule = Callable[[type, Any, tuple, dict[str, Any]], Any]
-_RULES: dict[Any, Rule] = {}
+_RULES: dict[Any, Rule] = dict(norm_rules.RULES)
 
 
 def dispatch(cls: type[QuantizedTensor], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -112,7 +114,7 @@ def _view_of_tiles(
     cls: type[QuantizedTensor], q: QuantizedTensor, codes: Tensor, func: Any, args: tuple
 ) -> QuantizedTensor | ReadOnlyView:
     if _turns_matrices(func, args, q.ndim):
-        return cls(codes, q.dequant_scale.mT, q.spec.transposed, q.dtype, q.amax)
+        return cls(codes, tiles.transposed_scales(q.dequant_scale, q.spec), q.spec.transposed, q.dtype, q.amax)
     source = cls(q.codes, q.dequant_scale, q.spec, q.dtype, q.amax)
     return source if _is_same_view(codes, q.codes) else ReadOnlyView(source, codes)
 
@@ -195,6 +197,16 @@ def _dequantize(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Te
     return args[0].dequantize()
 
 
+@_rule(aten.embedding.default, aten.index_select.default)
+def _look_up(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    q, index = args[0], args[-1] if func is aten.index_select.default else args[1]
+    of_rows = func is aten.embedding.default or args[1] % max(q.ndim, 1) == 0
+    if not isinstance(q, cls) or q.ndim != 2 or not of_rows:
+        return NotImplemented
+    rows = rows_of(q, index.reshape(-1))
+    return NotImplemented if rows is None else rows.reshape(*index.shape, q.shape[1])
+
+
 @_rule(aten.copy_.default)
 def _copy_into(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     q: Any = args[0]
@@ -239,7 +251,8 @@ def _scale(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _fits_scale(cls: type, factor: Any, q: QuantizedTensor) -> bool:
     rule = q.spec.scale
-    if rule is NONE or q.dequant_scale.dtype is not torch.float32:  # a byte takes the factor only if it is cast anew
+    # a byte takes the factor only if it is cast anew, and an exponent beside the scale takes none
+    if rule is NONE or q.dequant_scale.dtype is not torch.float32 or q.spec.companding is RANGE_EXPANSION:
         return False
     free = rule is CURRENT or isinstance(rule, Delayed)
     if isinstance(factor, Tensor):

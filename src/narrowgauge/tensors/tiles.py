@@ -1,10 +1,12 @@
 """Casts with a scale for each tile, of tensors of any number of dimensions: the kernels take matrices.
 
 The scales of a tensor [*batch, rows, columns] are [*batch, down, across], and those of a vector [across]: see `Block`.
+RANGE_EXPANSION has an exponent beside each scale, in a last dimension of two.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -13,16 +15,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.numerics import kernels, scaling
+from narrowgauge.numerics.companding import LINEAR, RANGE_EXPANSION, is_extreme, limit_of
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN
 from narrowgauge.numerics.granularity import Block
+from narrowgauge.numerics.rounding import NONZERO
 from narrowgauge.numerics.scaling import NVFP4, ScaleRule
 from narrowgauge.recipes.spec import CastSpec
 
 
-def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """The shape of the scales of a tensor of `shape`: one entry a tile."""
-    down, across = block.grid_of(*_matrix_size(shape))
-    return (*shape[:-2], down, across) if len(shape) > 1 else (across,)
+def scale_shape(shape: Sequence[int], spec: CastSpec) -> tuple[int, ...]:
+    """The shape of the scales of a tensor of `shape`: one entry a tile, or a pair."""
+    down, across = spec.granularity.grid_of(*_matrix_size(shape))
+    entry = (2,) if spec.companding is RANGE_EXPANSION else ()
+    return (*shape[:-2], down, across, *entry) if len(shape) > 1 else (across, *entry)
+
+
+def transposed_scales(dequant_scale: Tensor, spec: CastSpec) -> Tensor:
+    """The scales of the transposed matrices."""
+    return dequant_scale.transpose(-3, -2) if spec.companding is RANGE_EXPANSION else dequant_scale.mT
 
 
 def quantize(x: Tensor, spec: CastSpec, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,45 +42,57 @@ def quantize(x: Tensor, spec: CastSpec, key: Tensor | None) -> tuple[Tensor, Ten
     are more than the tile's and no multiple of them, the padded rows count too.
     """
     matrix, block = _as_matrix(x, spec.granularity)
-    done = kernels.quantize_blocks(matrix, spec.format, block, _rule_of(spec), key=key)
+    nonzero = spec.rounding is NONZERO
+    done = kernels.quantize_blocks(
+        matrix, spec.format, block, _rule_of(spec), key=key, companding=spec.companding, nonzero=nonzero
+    )
     assert done.codes is not None
-    scales = done.dequant_scale.reshape(scale_shape(x.shape, spec.granularity))
+    scales = done.dequant_scale.reshape(scale_shape(x.shape, spec))
     return _from_matrix(done.codes, x.shape), scales, done.amax
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor, amax: Tensor, spec: CastSpec, dtype: torch.dtype) -> Tensor:
     """The values of codes cast by a spec of tiles, in `dtype`; a transposed matrix gives a transposed one."""
     if codes.ndim > 1 and not codes.is_contiguous() and codes.mT.is_contiguous():
-        return dequantize(codes.mT, dequant_scale.mT, amax, spec.transposed, dtype).mT
+        return dequantize(codes.mT, transposed_scales(dequant_scale, spec), amax, spec.transposed, dtype).mT
     matrix, block = _as_matrix(codes, spec.granularity)
-    scales = dequant_scale.reshape(block.grid_of(*matrix.shape))
+    scales = dequant_scale.reshape(scale_shape(matrix.shape, dataclasses.replace(spec, granularity=block)))
     tensor_amax = _finite_amax(amax) if spec.scale is NVFP4 else None
-    values = kernels.dequantize_blocks(matrix, scales, spec.format, block, dtype, tensor_amax)
+    values = kernels.dequantize_blocks(matrix, scales, spec.format, block, dtype, tensor_amax, spec.companding)
     return _from_matrix(values, codes.shape)
 
 
 def scales_of(amax: float, shape: Sequence[int], spec: CastSpec, device: torch.device) -> Tensor:
-    """The scales, as they are stored, of a tensor of `shape` each of whose tiles has this amax."""
-    amaxes = torch.full(scale_shape(shape, spec.granularity), amax, dtype=torch.float32, device=device)
-    return scaling.block_scales(amaxes, spec.format, _rule_of(spec), amaxes.new_full((), amax))[1]
+    """The scales, as they are stored, of a tensor of `shape` each of whose tiles holds values of this magnitude."""
+    plain = dataclasses.replace(spec, companding=LINEAR)
+    amaxes = torch.full(scale_shape(shape, plain), amax, dtype=torch.float32, device=device)
+    whole = amaxes.new_full((), amax)
+    scales = scaling.block_scales(amaxes, spec.format, _rule_of(spec), whole, spec.companding)[1]
+    # a tile of one magnitude is not expanded
+    return torch.stack([scales, torch.ones_like(scales)], dim=-1) if spec.companding is RANGE_EXPANSION else scales
 
 
 def infinite_values(codes: Tensor, dequant_scale: Tensor, spec: CastSpec) -> Tensor:
     """True where a value may have been infinite, given that one was: bool, of the shape of `codes`.
 
-    Those are the codes of the format's maximum in tiles with the scale that an infinite amax gives. Where there are
-    none, since a factor went into the scales, they are all of the maximum.
+    Those are the codes of the format's extremes in tiles with the scale that an infinite amax gives. Where there are
+    none, since a factor went into the scales, they are all of the extremes.
     """
-    largest = kernels.dequantize(codes, None, spec.format, torch.float32).abs() >= spec.format.max
-    factors = scaling.block_factors(dequant_scale)
-    infinite = scaling.block_factors(scales_of(math.inf, (1, 1), spec, codes.device))
+    largest = is_extreme(codes, spec.format, spec.companding)
+    factors = _factors(dequant_scale, spec)
+    infinite = _factors(scales_of(math.inf, (1, 1), spec, codes.device), spec)
     likely = largest & _spread(factors == infinite.flatten(), spec.granularity, codes.shape)
     return torch.where(likely.any(), likely, largest)
 
 
 def amax_of(dequant_scale: Tensor, spec: CastSpec) -> Tensor:
     """The largest magnitude that codes can have under these scales, 0-dimensional float32; not for NVFP4."""
-    return scaling.tensor_amax(scaling.block_factors(dequant_scale)) * spec.format.max
+    return scaling.tensor_amax(_factors(dequant_scale, spec)) * limit_of(spec.format, spec.companding)
+
+
+def _factors(dequant_scale: Tensor, spec: CastSpec) -> Tensor:
+    """The float32 factors of the tiles, of NVFP4 without the tensor's part."""
+    return scaling.block_factors(dequant_scale[..., 0] if spec.companding is RANGE_EXPANSION else dequant_scale)
 
 
 def _rule_of(spec: CastSpec) -> ScaleRule:

@@ -11,18 +11,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from narrowgauge.numerics import kernels, reference, reference_blocks
-from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, FP16, INT8, UINT8, Format
+from narrowgauge.numerics.companding import LINEAR, Companding
+from narrowgauge.numerics.formats import (
+    E2M1FN,
+    E2M3FN,
+    E3M2FN,
+    E4M3FN,
+    E5M2,
+    FP16,
+    INT4,
+    INT8,
+    INT16,
+    UINT4,
+    UINT8,
+    Format,
+)
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.kernels import twin
 from narrowgauge.numerics.reference import INFINITY, NAN, SIGN
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_UP, NVFP4, ScaleRule
 
-NARROW = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN, INT8, UINT8)
+NARROW = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN, INT8, UINT8, INT4, UINT4)
 FLOATS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN)
 # every format with every rule that it takes
 CASTS = [
     *itertools.product(NARROW, (CURRENT, CURRENT_POW2, E8M0_UP, E8M0_FLOOR)),
-    *itertools.product((FP16,), (CURRENT, CURRENT_POW2)),
+    *itertools.product((FP16, INT16), (CURRENT, CURRENT_POW2)),
     (E2M1FN, NVFP4),
 ]
 # the tiles that recipes use, and small ones of which a small matrix has several, ragged at its edges
@@ -72,28 +86,39 @@ def matrices(fmt: Format, rows: int = 4, columns: int = 20, finite: bool = False
 
 
 def assert_equals_scalar_twin(
-    x: Tensor, fmt: Format, block: Block, rule: ScaleRule, key: int | None = None, stream: int = 0
+    x: Tensor,
+    fmt: Format,
+    block: Block,
+    rule: ScaleRule,
+    key: int | None = None,
+    stream: int = 0,
+    companding: Companding = LINEAR,
+    nonzero: bool = False,
 ) -> None:
     """Codes, scales, amax, counts, carrier and values equal those of `reference_blocks`, on every path there is."""
-    expected = reference_blocks.quantize(to_bits(x), fmt, block, rule, key, stream)
+    expected = reference_blocks.quantize(to_bits(x), fmt, block, rule, key, stream, companding, nonzero)
     values, carried = (
-        reference_blocks.dequantize(expected.codes, expected.scales, fmt, block, rule, amax)
+        reference_blocks.dequantize(expected.codes, expected.scales, fmt, block, rule, amax, companding)
         for amax in (expected.amax, None)
     )
     key_tensor = None if key is None else torch.tensor(key)
+    wide, bend = torch.float32, (companding, nonzero)
     for quantized in (
-        kernels.quantize_blocks(x, fmt, block, rule, carrier=torch.float32, count=True, key=key_tensor, stream=stream),
-        kernels.BlockQuantized(
-            *twin.quantize_blocks(x.contiguous(), fmt, block, rule, key_tensor, stream, True, torch.float32, True)
+        kernels.quantize_blocks(
+            x, fmt, block, rule, carrier=wide, count=True, key=key_tensor, stream=stream, companding=companding,
+            nonzero=nonzero,
         ),
-    ):
+        kernels.BlockQuantized(
+            *twin.quantize_blocks(x.contiguous(), fmt, block, rule, key_tensor, stream, True, wide, True, *bend)
+        ),
+    ):  # fmt: skip
         assert quantized.codes is not None and quantized.carrier is not None
         assert_same(stored_bits(quantized.codes), expected.codes, _nan_codes(fmt))
         assert_same(stored_bits(quantized.dequant_scale), expected.scales, nan_scales(rule))
         assert_same([[reference_bits(quantized.amax)]], [[expected.amax]], is_nan)
         assert (int(quantized.saturated), int(quantized.flushed)) == (expected.saturated, expected.flushed)
         found = kernels.dequantize_blocks(
-            quantized.codes, quantized.dequant_scale, fmt, block, torch.float32, quantized.amax
+            quantized.codes, quantized.dequant_scale, fmt, block, torch.float32, quantized.amax, companding
         )
         assert_same(stored_bits(found), values, is_nan)
         assert_same(stored_bits(quantized.carrier), carried, is_nan)
@@ -109,7 +134,7 @@ def is_nan(bits: int) -> bool:
 
 
 def _nan_codes(fmt: Format):
-    if fmt.bits == 16:
+    if fmt is FP16:
         return lambda code: code % 0x8000 > 0x7C00
     return lambda code: fmt.has_nan and is_nan(reference.decode(code, fmt))
 

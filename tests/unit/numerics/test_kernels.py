@@ -8,7 +8,7 @@ from torch import Tensor
 
 from narrowgauge.numerics import formats, kernels, rounding, scaling
 from narrowgauge.numerics.formats import E4M3FN, E5M2, Format
-from narrowgauge.numerics.kernels import cpu, dispatch, twin
+from narrowgauge.numerics.kernels import cpu, paths, twin
 
 FP8 = (E4M3FN, E5M2)
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -218,8 +218,8 @@ def test_dequantize_into_a_given_tensor_writes_it_and_tells_autograd(fmt: Format
 
 
 def test_small_and_large_tensors_take_the_same_bits_on_either_side_of_the_threshold() -> None:
-    x = torch.randn(dispatch.MIN_NUMBA * 2, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(paths.MIN_NUMBA * 2, generator=torch.Generator().manual_seed(0))
     whole = kernels.quantize(x, torch.tensor(9.0), E5M2).codes
-    half = kernels.quantize(x[: dispatch.MIN_NUMBA // 2], torch.tensor(9.0), E5M2).codes
+    half = kernels.quantize(x[: paths.MIN_NUMBA // 2], torch.tensor(9.0), E5M2).codes
     assert whole is not None
-    assert_bits_equal(whole[: dispatch.MIN_NUMBA // 2], half)
+    assert_bits_equal(whole[: paths.MIN_NUMBA // 2], half)

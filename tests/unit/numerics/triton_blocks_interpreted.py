@@ -16,7 +16,7 @@ from triton_interpreted import assert_bits_equal
 from narrowgauge.numerics import hadamard, kernels, packing, philox, rounding
 from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
-from narrowgauge.numerics.kernels import dispatch, triton_blocks, triton_cast, triton_hadamard, triton_packing, twin
+from narrowgauge.numerics.kernels import paths, triton_blocks, triton_cast, triton_hadamard, triton_packing, twin
 from narrowgauge.numerics.kernels.triton_round import encode, fields_of
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_RULES, E8M0_UP, NVFP4, ScaleRule
 
@@ -210,14 +210,14 @@ def check_hadamard() -> None:
 
 
 def check_dispatch() -> None:
-    """What `dispatch` would call for a CUDA tensor, with a CPU one."""
+    """What the dispatch would call for a CUDA tensor, with a CPU one."""
     calls: list[str] = []
     seen = (triton_blocks.quantize_blocks, triton_blocks.dequantize_blocks, triton_cast.quantize, triton_cast.count)
     seen += (triton_cast.round_to_bfloat16, triton_hadamard.transform, triton_packing.pack, triton_packing.unpack)
     for function in seen:
         setattr(sys.modules[function.__module__], function.__name__, counting(function, calls))
-    dispatch.has_gpu_kernels = packing.has_gpu_kernels = lambda x: True
-    dispatch._fast_module = lambda x, suits, least=0: triton_cast if suits else None
+    paths.has_gpu_kernels = packing.has_gpu_kernels = lambda x: True
+    paths.fast_module = lambda x, suits, least=0: triton_cast if suits else None
     x, block = matrix(16, 64), Block(1, 16)
     found = kernels.quantize_blocks(x, E2M1FN, block, NVFP4, carrier=torch.float32, count=True, key=KEY, stream=STREAM)
     expected = twin.quantize_blocks(x, E2M1FN, block, NVFP4, KEY, STREAM, True, torch.float32, True)

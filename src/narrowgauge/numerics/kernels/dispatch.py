@@ -6,23 +6,18 @@ of the `narrowgauge` namespace per call; eager code skips torch's dispatcher, wh
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics import hadamard, scaling
+from narrowgauge.numerics.companding import LINEAR, Companding
 from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import Block
-from narrowgauge.numerics.kernels import twin
+from narrowgauge.numerics.kernels import paths, twin
 from narrowgauge.numerics.kernels.tracing import is_traced
 from narrowgauge.numerics.scaling import ScaleRule
-
-# below this many values a few torch operations are faster than the passage to Numba
-MIN_NUMBA = 1024
 
 _FAST_FORMATS = (E4M3FN, E5M2)
 _TILE_FORMATS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN)
@@ -72,6 +67,7 @@ def quantize(
     count: bool = False,
     key: Tensor | None = None,
     stream: int = 0,
+    nonzero: bool = False,
 ) -> Quantized:
     """Cast to codes of `fmt`: codes = encode(x * quant_scale).
 
@@ -82,15 +78,16 @@ def quantize(
     carrier: return the values of the codes, without the scale, in this dtype, which a matrix product can read.
     count: return how many values had |x * quant_scale| > max, and how many that are not zero have a code that is.
     key: int64, 0-dimensional: round stochastically by `philox.random_words(key, stream)`; None: to nearest even.
+    nonzero: a value that is not zero, and would have a code that is, takes the smallest code of its sign.
     Raises RecipeError as `rounding.encode` does.
     """
     if is_traced(x):
         outputs = torch.ops.narrowgauge.quantize(
-            x, quant_scale, fmt.name, saturating, codes, carrier, count, key, stream
+            x, quant_scale, fmt.name, saturating, codes, carrier, count, key, stream, nonzero
         )
         wanted = (codes, carrier is not None, count, count)
         return Quantized(*(out if want else None for out, want in zip(outputs, wanted, strict=True)))
-    return quantize_eagerly(x, quant_scale, fmt, saturating, codes, carrier, count, key, stream)
+    return quantize_eagerly(x, quant_scale, fmt, saturating, codes, carrier, count, key, stream, nonzero)
 
 
 def dequantize(
@@ -123,17 +120,23 @@ def quantize_blocks(
     count: bool = False,
     key: Tensor | None = None,
     stream: int = 0,
+    companding: Companding = LINEAR,
+    nonzero: bool = False,
 ) -> BlockQuantized:
     """Cast a matrix to codes of a narrow `fmt` with one scale for each tile.
 
     x: [rows, columns] of any floating dtype and strides; the tiles are those of the logical order. rule: as in
-    `scaling.block_scales`; NVFP4's amax of the whole is taken from `x`. codes, carrier, count, key, stream: as in
-    `quantize`, but for the carrier: the values of the codes times their stored scales (for NVFP4 times the byte alone),
-    rounded once to its dtype. Saturates; NaN where the format has none is code 0 in a block whose scale is NaN.
+    `scaling.block_scales`; NVFP4's amax of the whole is taken from `x`. codes, carrier, count, key, stream, nonzero: as
+    in `quantize`, but for the carrier: the values of the codes times their stored scales (for NVFP4 times the byte
+    alone), rounded once to its dtype. companding: the curve, with CURRENT scales. RANGE_EXPANSION stores [down, across,
+    2], a scale and an exponent for each tile. Saturates; NaN where the format has none is code 0 in a block whose scale
+    is NaN.
     """
     arguments = (codes, carrier, count, key, stream)
     if is_traced(x):
-        outputs = torch.ops.narrowgauge.quantize_blocks(x, fmt.name, block.rows, block.columns, rule.name, *arguments)
+        outputs = torch.ops.narrowgauge.quantize_blocks(
+            x, fmt.name, block.rows, block.columns, rule.name, *arguments, companding.name, nonzero
+        )
         encoded, carried, scale, largest, saturated, flushed = outputs
         return BlockQuantized(
             encoded if codes else None,
@@ -143,7 +146,7 @@ def quantize_blocks(
             saturated if count else None,
             flushed if count else None,
         )
-    return quantize_blocks_eagerly(x, fmt, block, rule, *arguments)
+    return quantize_blocks_eagerly(x, fmt, block, rule, *arguments, companding, nonzero)
 
 
 def dequantize_blocks(
@@ -153,17 +156,18 @@ def dequantize_blocks(
     block: Block,
     dtype: torch.dtype = torch.float32,
     tensor_amax: Tensor | None = None,
+    companding: Companding = LINEAR,
 ) -> Tensor:
     """codes * factor of their tile, for a matrix: the product in float32, then one rounding to `dtype`.
 
     dequant_scale: as `quantize_blocks` stores it. tensor_amax: for NVFP4; left out, the values lack the tensor's
-    factor `scaling.nvfp4_tensor_factor`.
+    factor `scaling.nvfp4_tensor_factor`. companding: the curve that is undone before the product.
     """
     if is_traced(codes):
         return torch.ops.narrowgauge.dequantize_blocks(
-            codes, dequant_scale, fmt.name, block.rows, block.columns, dtype, tensor_amax
+            codes, dequant_scale, fmt.name, block.rows, block.columns, dtype, tensor_amax, companding.name
         )
-    return dequantize_blocks_eagerly(codes, dequant_scale, fmt, block, dtype, tensor_amax)
+    return dequantize_blocks_eagerly(codes, dequant_scale, fmt, block, dtype, tensor_amax, companding)
 
 
 def transform(x: Tensor, signs: tuple[int, ...]) -> Tensor:
@@ -173,7 +177,7 @@ def transform(x: Tensor, signs: tuple[int, ...]) -> Tensor:
 
 def amax_eagerly(x: Tensor) -> Tensor:
     """`amax` of a real tensor: Numba, Triton or torch."""
-    fast = _fast_module(x, x.dtype in _INPUTS)
+    fast = paths.fast_module(x, x.dtype in _INPUTS)
     return scaling.tensor_amax(x) if fast is None else fast.amax(x)
 
 
@@ -187,19 +191,20 @@ def quantize_eagerly(
     count: bool,
     key: Tensor | None,
     stream: int,
+    nonzero: bool = False,
 ) -> Quantized:
     """`quantize` of a real tensor: Numba, Triton or torch."""
     x = x.detach()
     suits = x.dtype in _INPUTS and carrier in _CARRIERS and _is_single(quant_scale)
     if fmt is BF16 and key is not None and saturating is not True and codes and carrier is None and not count:
-        fast = _fast_module(x, suits, least=1)
+        fast = paths.fast_module(x, suits, least=1)
         if fast is not None:
             return Quantized(fast.round_to_bfloat16(x, quant_scale, key, stream), None, None, None)
-    suits = suits and fmt in _FAST_FORMATS and saturating is not False
-    fast = _fast_module(x, suits, least=MIN_NUMBA if key is None else 1)
+    suits = suits and fmt in _FAST_FORMATS and saturating is not False and not nonzero
+    fast = paths.fast_module(x, suits, least=paths.MIN_NUMBA if key is None else 1)
     if fast is None:
         return Quantized(
-            *twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count, key, stream)
+            *twin.quantize(x.contiguous(), quant_scale, fmt, saturating, codes, carrier, count, key, stream, nonzero)
         )
     counts = fast.count(x, quant_scale, fmt, key, stream) if count else (None, None)
     return Quantized(*fast.quantize(x, quant_scale, fmt, codes, carrier, key, stream), *counts)
@@ -215,37 +220,48 @@ def quantize_blocks_eagerly(
     count: bool,
     key: Tensor | None,
     stream: int,
+    companding: Companding = LINEAR,
+    nonzero: bool = False,
 ) -> BlockQuantized:
     """`quantize_blocks` of a real tensor: Numba, Triton or torch."""
     x = x.detach().contiguous()
     if x.dtype not in _INPUTS:
         x = x.float()
-    fast = _tile_module(x, fmt in _TILE_FORMATS and carrier in _CARRIERS)
+    suits = fmt in _TILE_FORMATS and carrier in _CARRIERS and companding is LINEAR and not nonzero
+    fast = paths.tile_module(x, suits)
     if fast is None:
-        return BlockQuantized(*twin.quantize_blocks(x, fmt, block, rule, key, stream, codes, carrier, count))
+        return BlockQuantized(
+            *twin.quantize_blocks(x, fmt, block, rule, key, stream, codes, carrier, count, companding, nonzero)
+        )
     return BlockQuantized(*fast.quantize_blocks(x, fmt, block, rule, codes, carrier, count, key, stream))
 
 
 def dequantize_blocks_eagerly(
-    codes: Tensor, dequant_scale: Tensor, fmt: Format, block: Block, dtype: torch.dtype, tensor_amax: Tensor | None
+    codes: Tensor,
+    dequant_scale: Tensor,
+    fmt: Format,
+    block: Block,
+    dtype: torch.dtype,
+    tensor_amax: Tensor | None,
+    companding: Companding = LINEAR,
 ) -> Tensor:
     """`dequantize_blocks` of a real tensor: Numba, Triton or torch."""
     codes = codes.contiguous()
-    fast = _tile_module(codes, fmt in _TILE_FORMATS and dtype in _CARRIERS)
+    fast = paths.tile_module(codes, fmt in _TILE_FORMATS and dtype in _CARRIERS and companding is LINEAR)
     if fast is None:
-        return twin.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype)
+        return twin.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype, companding)
     return fast.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype)
 
 
 def transform_eagerly(x: Tensor, signs: tuple[int, ...]) -> Tensor:
     """`transform` of a real tensor: Numba, Triton or torch."""
-    fast = _hadamard_module(x, x.dtype in _INPUTS)
+    fast = paths.hadamard_module(x, x.dtype in _INPUTS)
     return hadamard.transform(x.detach(), signs) if fast is None else fast.transform(x, signs)
 
 
 def dequantize_eagerly(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
     """`dequantize` of a real tensor: Numba, Triton or torch."""
-    fast = _fast_module(codes, fmt in _FAST_FORMATS and dtype in _CARRIERS and _is_single(dequant_scale))
+    fast = paths.fast_module(codes, fmt in _FAST_FORMATS and dtype in _CARRIERS and _is_single(dequant_scale))
     if fast is None:
         return twin.dequantize(codes.contiguous(), dequant_scale, fmt, dtype)
     return fast.dequantize(codes, dequant_scale, fmt, torch.empty_like(codes, dtype=dtype, memory_format=_CONTIGUOUS))
@@ -253,7 +269,7 @@ def dequantize_eagerly(codes: Tensor, dequant_scale: Tensor | None, fmt: Format,
 
 def _dequantize_into(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
     suits = fmt in _FAST_FORMATS and out.dtype in _CARRIERS and _is_single(dequant_scale)
-    fast = _fast_module(codes, suits and out.is_contiguous() and out.device == codes.device)
+    fast = paths.fast_module(codes, suits and out.is_contiguous() and out.device == codes.device)
     if fast is None or is_traced(codes) or is_traced(out):
         return out.copy_(dequantize(codes, dequant_scale, fmt, out.dtype))
     fast.dequantize(codes, dequant_scale, fmt, out)
@@ -263,57 +279,3 @@ def _dequantize_into(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, o
 
 def _is_single(scale: Tensor | None) -> bool:
     return scale is None or scale.numel() == 1
-
-
-def _fast_module(x: Tensor, suits: bool, least: int = MIN_NUMBA) -> ModuleType | None:
-    """The module whose kernels take this tensor, loaded on first use; None for the torch operations."""
-    if not suits or x.numel() < least:
-        return None
-    if x.is_cpu:
-        from narrowgauge.numerics.kernels import cpu
-
-        return cpu
-    if has_gpu_kernels(x):
-        from narrowgauge.numerics.kernels import triton_cast
-
-        return triton_cast
-    return None
-
-
-# In tiles, or with random bits, torch takes tens of operations even for one value: there is no least size.
-
-
-def _tile_module(x: Tensor, suits: bool) -> ModuleType | None:
-    """As `_fast_module`, for casts with a scale for each tile."""
-    if suits and has_gpu_kernels(x):
-        from narrowgauge.numerics.kernels import triton_blocks
-
-        return triton_blocks
-    if x.is_cpu and suits and x.numel() > 0:
-        from narrowgauge.numerics.kernels import cpu_tiles
-
-        return cpu_tiles
-    return None
-
-
-def _hadamard_module(x: Tensor, suits: bool) -> ModuleType | None:
-    """As `_fast_module`, for the Hadamard transform."""
-    if suits and has_gpu_kernels(x):
-        from narrowgauge.numerics.kernels import triton_hadamard
-
-        return triton_hadamard
-    if x.is_cpu and suits and x.numel() > 0:
-        from narrowgauge.numerics.kernels import cpu_hadamard
-
-        return cpu_hadamard
-    return None
-
-
-def has_gpu_kernels(x: Tensor) -> bool:
-    """True where a Triton kernel can take this tensor."""
-    return x.is_cuda and x.numel() > 0 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

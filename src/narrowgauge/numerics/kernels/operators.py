@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import formats, philox, scaling
+from narrowgauge.numerics.companding import RANGE_EXPANSION, Companding
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.hadamard import POINTS
 from narrowgauge.numerics.kernels import dispatch
@@ -17,7 +18,7 @@ _LIBRARY = torch.library.Library("narrowgauge", "DEF")
 _LIBRARY.define("amax(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
     "quantize(Tensor x, Tensor? quant_scale, str fmt, bool? saturating, bool codes, ScalarType? carrier, bool count,"
-    " Tensor? key=None, int stream=0) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? key=None, int stream=0, bool nonzero=False) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
@@ -26,12 +27,13 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "quantize_blocks(Tensor x, str fmt, int? rows, int? columns, str rule, bool codes, ScalarType? carrier, bool count,"
-    " Tensor? key=None, int stream=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    ' Tensor? key=None, int stream=0, str companding="LINEAR", bool nonzero=False)'
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "dequantize_blocks(Tensor codes, Tensor dequant_scale, str fmt, int? rows, int? columns, ScalarType dtype,"
-    " Tensor? tensor_amax) -> Tensor",
+    ' Tensor? tensor_amax, str companding="LINEAR") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # the tensors are those that the key is for: without them a compiler would take two draws for one
@@ -52,10 +54,11 @@ def _quantize_op(
     count: bool,
     key: Tensor | None = None,
     stream: int = 0,
+    nonzero: bool = False,
 ) -> tuple[Tensor, ...]:
     """An operator cannot return None: empty tensors stand for what was not asked for."""
     outputs = dispatch.quantize_eagerly(
-        x, quant_scale, formats.ALL[fmt], saturating, codes, carrier, count, key, stream
+        x, quant_scale, formats.ALL[fmt], saturating, codes, carrier, count, key, stream, nonzero
     )
     encoded, *others = (x.new_empty(0) if out is None else out for out in outputs)
     return (_apart(encoded, x), _apart(_apart(others[0], x), encoded), *others[1:])
@@ -80,6 +83,7 @@ def _quantize_fake(
     count: bool,
     key: Tensor | None = None,
     stream: int = 0,
+    nonzero: bool = False,
 ) -> tuple[Tensor, ...]:
     counts = [x.new_empty((), dtype=torch.int64) if count else x.new_empty(0) for _ in range(2)]
     return (
@@ -91,22 +95,25 @@ def _quantize_fake(
 
 def _quantize_blocks_op(
     x: Tensor, fmt: str, rows: int | None, columns: int | None, rule: str, codes: bool, carrier: torch.dtype | None,
-    count: bool, key: Tensor | None = None, stream: int = 0,
+    count: bool, key: Tensor | None = None, stream: int = 0, companding: str = "LINEAR", nonzero: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     outputs = dispatch.quantize_blocks_eagerly(
-        x, formats.ALL[fmt], Block(rows, columns), ScaleRule[rule], codes, carrier, count, key, stream
-    )
+        x, formats.ALL[fmt], Block(rows, columns), ScaleRule[rule], codes, carrier, count, key, stream,
+        Companding[companding], nonzero,
+    )  # fmt: skip
     return tuple(x.new_empty(0) if out is None else out for out in outputs)
 
 
 def _quantize_blocks_fake(
     x: Tensor, fmt: str, rows: int | None, columns: int | None, rule: str, codes: bool, carrier: torch.dtype | None,
-    count: bool, key: Tensor | None = None, stream: int = 0,
+    count: bool, key: Tensor | None = None, stream: int = 0, companding: str = "LINEAR", nonzero: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grid: list[Any] = [
         torch.sym_min(length, 1) if size is None else (length + size - 1) // size
         for length, size in zip(x.shape, (rows, columns), strict=True)
     ]
+    if companding == RANGE_EXPANSION.name:
+        grid.append(2)
     return (
         x.new_empty(x.shape, dtype=formats.ALL[fmt].dtype) if codes else x.new_empty(0),
         x.new_empty(x.shape, dtype=carrier) if carrier is not None else x.new_empty(0),
@@ -118,16 +125,16 @@ def _quantize_blocks_fake(
 
 def _dequantize_blocks_op(
     codes: Tensor, dequant_scale: Tensor, fmt: str, rows: int | None, columns: int | None, dtype: torch.dtype,
-    tensor_amax: Tensor | None,
+    tensor_amax: Tensor | None, companding: str = "LINEAR",
 ) -> Tensor:  # fmt: skip
     return dispatch.dequantize_blocks_eagerly(
-        codes, dequant_scale, formats.ALL[fmt], Block(rows, columns), dtype, tensor_amax
+        codes, dequant_scale, formats.ALL[fmt], Block(rows, columns), dtype, tensor_amax, Companding[companding]
     )
 
 
 def _dequantize_blocks_fake(
     codes: Tensor, dequant_scale: Tensor, fmt: str, rows: int | None, columns: int | None, dtype: torch.dtype,
-    tensor_amax: Tensor | None,
+    tensor_amax: Tensor | None, companding: str = "LINEAR",
 ) -> Tensor:  # fmt: skip
     return codes.new_empty(codes.shape, dtype=dtype)
 
