@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.numerics.formats import FP32
+from narrowgauge.optim import checks
 from narrowgauge.optim.base import LowPrecisionOptimizer
-from narrowgauge.optim.formats import StateFormats
+from narrowgauge.optim.formats import FLOAT32, StateFormats
 from narrowgauge.optim.rules import Adam as AdamNumbers
 from narrowgauge.optim.rules import Rule
 from narrowgauge.recipes.spec import CastSpec
@@ -37,8 +36,8 @@ class AdamW(LowPrecisionOptimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        exp_avg: CastSpec = CastSpec(FP32),
-        exp_avg_sq: CastSpec = CastSpec(FP32),
+        exp_avg: CastSpec = FLOAT32,
+        exp_avg_sq: CastSpec = FLOAT32,
         master: CastSpec | None = None,
         stochastic_rounding: bool = False,
         min_state_size: int = 4096,
@@ -56,19 +55,21 @@ class AdamW(LowPrecisionOptimizer):
 
     def hyper(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> AdamNumbers:
         """The numbers of the step, from the group as it is now."""
+        beta1, beta2 = group["betas"]
         decoupled = group.get("decoupled_weight_decay", self.decoupled)
         return AdamNumbers.at(
-            state["step"], float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], decoupled
+            state["step"],
+            float(group["lr"]),
+            (float(beta1), float(beta2)),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            decoupled,
         )
 
-    def _check_parameters(self) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and group["eps"] >= 0 and float(group["lr"]) >= 0):
-                raise NarrowgaugeError(
-                    "expected lr and eps of at least 0 and betas in [0, 1), found "
-                    f"lr={group['lr']}, eps={group['eps']}, betas={group['betas']}"
-                )
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        checks.check_betas(group["betas"])
+        checks.check_eps(float(group["eps"]))
 
 
 class Adam(AdamW):

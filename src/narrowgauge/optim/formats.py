@@ -12,6 +12,8 @@ from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO, STOCHASTIC
 from narrowgauge.recipes.roles import check_role
 from narrowgauge.recipes.spec import CastSpec, Recipe
 
+FLOAT32 = CastSpec(FP32)
+
 
 @dataclass(frozen=True)
 class StateFormats:
@@ -25,8 +27,8 @@ class StateFormats:
     Raises RecipeError for a cast that cannot play its role.
     """
 
-    exp_avg: CastSpec = CastSpec(FP32)
-    exp_avg_sq: CastSpec = CastSpec(FP32)
+    exp_avg: CastSpec = FLOAT32
+    exp_avg_sq: CastSpec = FLOAT32
     master: CastSpec | None = None
     stochastic_rounding: bool = False
     min_state_size: int = 4096  # bitsandbytes' threshold for 8-bit states
@@ -70,4 +72,4 @@ class StateFormats:
 
     def of_moment(self, role: str, size: int) -> CastSpec:
         """The format of the moment `role` of a parameter with `size` values."""
-        return CastSpec(FP32) if size < self.min_state_size else getattr(self, role)
+        return FLOAT32 if size < self.min_state_size else getattr(self, role)

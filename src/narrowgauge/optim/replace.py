@@ -49,8 +49,9 @@ def replacement(
                 )
     ours = kind.__new__(kind)
     LowPrecisionOptimizer.__init__(
-        ours, [dict(group) for group in optimizer.param_groups], dict(optimizer.defaults), formats, offload=offload
-    )
+        ours, [dict(group) for group in optimizer.param_groups], dict(optimizer.defaults), formats, offload=offload,
+        may_lose_updates=True,  # the parameters are stored by the recipe later
+    )  # fmt: skip
     ours.names = dict(names)
     ours.param_groups = optimizer.param_groups
     _retire(optimizer, ours)

@@ -137,9 +137,9 @@ def muon(p: Tensor, g: Tensor, moments: Moments, h: Muon) -> tuple[Tensor, Momen
 
 
 def orthogonalized(update: Tensor, h: Muon) -> Tensor:
-    """The matrix with singular values brought near 1 by Newton-Schulz, multiplied in bfloat16; float64 stays so."""
+    """The matrix with singular values brought near 1 by Newton-Schulz, in bfloat16 whatever the dtype."""
     a, b, c = h.coefficients
-    x = update if update.dtype is torch.float64 else update.to(torch.bfloat16)
+    x = update.to(torch.bfloat16)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / x.norm().clamp(min=h.eps)

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.formats import BF16, FP32
+from narrowgauge.numerics.formats import BF16, FP32, INT8, INT16
+from narrowgauge.numerics.scaling import ULP
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors.packed import PackedTensor
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
@@ -38,22 +39,49 @@ def decode(stored: Tensor, shape: torch.Size) -> Tensor:
     return (stored if stored.dtype is torch.float64 else stored.float()).reshape(shape)
 
 
-def overwrite(stored: Tensor, values: Tensor) -> None:
-    """Put new `values` in the place of those that `stored` holds, with fresh scales."""
+def overwrite(stored: Tensor, values: Tensor, *, keep_unchanged: bool = False) -> None:
+    """Put new `values` in the place of those that `stored` holds, with fresh scales.
+
+    keep_unchanged: values equal to those that are held leave the scale's bits as they are, too.
+    """
     if isinstance(stored, QuantizedTensor):
-        write(stored, values.reshape(stored.shape), keep_unchanged=True)
+        write(stored, values.reshape(stored.shape), keep_unchanged=keep_unchanged)
     else:
         stored.copy_(values.reshape(stored.shape))
 
 
 def spec_of(stored: Tensor) -> CastSpec:
-    """The spec by which a moment or a copy of a parameter is stored."""
-    if isinstance(stored, Encoded):
+    """The spec by which a moment, or a master, is stored."""
+    if isinstance(stored, QuantizedTensor | PackedTensor):
         return stored.spec
+    if stored.dtype in (torch.int8, torch.int16):
+        return CastSpec(INT8 if stored.dtype is torch.int8 else INT16, scale=ULP)
     return CastSpec(BF16) if stored.dtype is torch.bfloat16 else CastSpec(FP32)
 
 
+def wide_dtype(p: Tensor) -> torch.dtype:
+    """What a step of the parameter `p` works in."""
+    return torch.float64 if p.dtype is torch.float64 else torch.float32
+
+
+def matrix_shape(shape: torch.Size) -> torch.Size:
+    """The shape in which a moment with tiles is stored: at least one dimension, and at most two."""
+    if len(shape) > 2:
+        return torch.Size((shape[0], math.prod(shape[1:])))
+    return shape or torch.Size((1,))
+
+
+def checksum(p: Tensor) -> int:
+    """A number that follows from all bits of a parameter."""
+    data = p.data
+    parts = [data.codes, data.dequant_scale] if isinstance(data, QuantizedTensor) else [data]
+    total = 0
+    for part in parts:
+        raw = part.detach().contiguous().view(-1).view(torch.uint8)
+        whole = raw.numel() // 8 * 8
+        total += int(raw[:whole].view(torch.int64).sum()) * 31 + int(raw[whole:].sum(dtype=torch.int64))
+    return total
+
+
 def _as_stored(values: Tensor, spec: CastSpec) -> Tensor:
-    if not spec.in_blocks or values.ndim <= 2:
-        return values
-    return values.reshape(values.shape[0], math.prod(values.shape[1:]))
+    return values.reshape(matrix_shape(values.shape)) if spec.in_blocks else values

@@ -51,7 +51,7 @@ def update(rule: Rule, item: Item, key: Tensor | None) -> None:
 
 def values_of_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient as a plain tensor of `dtype`."""
-    return grad.detach().dequantize(dtype) if isinstance(grad, QuantizedTensor) else grad.detach().to(dtype)
+    return grad.dequantize(dtype) if isinstance(grad, QuantizedTensor) else grad.detach().to(dtype)
 
 
 def read(param: Tensor, master: Tensor | None) -> Tensor:
@@ -81,7 +81,7 @@ def write_parameter(item: Item, old: Tensor, new: Tensor, key: Tensor | None) ->
             stored.copy_(torch.where(changed, values, stored))
         return
     if master is not None:
-        storage.overwrite(master, new)
+        storage.overwrite(master, new, keep_unchanged=True)
         new = storage.decode(master, param.shape)
     if isinstance(param, QuantizedTensor):
         write(param, new.to(param.dtype))
