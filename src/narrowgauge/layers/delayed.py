@@ -6,6 +6,8 @@ so far) and `amax_pending` (bool, whether the layer ran since the last roll). Th
 float32 when the model changes its dtype. A layer of many experts has all this for each expert, in buffers with a
 leading dimension of experts: an expert without tokens did not run.
 
+Until `Delayed.warmup` rolls a role's scale follows from the tensor at hand, by the same formula.
+
 Who rolls: the optimizer step of a model that was prepared with its optimizer; else the layer itself, at its first
 training forward after a backward. Formulas: `numerics.scaling.roll`.
 """
@@ -55,6 +57,8 @@ class DelayedState(nn.Module):
 
     delayed_rules: Mapping[str, Rule] = {}
     rolls_at_step: bool = False  # True: an optimizer step rolls; False: the layer does, before its next forward
+    warming: bool = False  # whether a warm-up may last, as far as the host knows
+    rolls_to_look: int = 0  # rolls at steps until it looks again
     weight: Tensor
 
     @property
@@ -69,26 +73,44 @@ class DelayedState(nn.Module):
         self.delayed_rules = dict(rules)
         for name, value in _fresh(self).items():
             self.register_buffer(name, value)
+        self._look_later()
 
     def reset_delayed(self) -> None:
         """Histories of zeros, scales of one, nothing pending."""
         for name, value in _fresh(self).items():
             self.get_buffer(name).copy_(value)
+        self._look_later()
 
     def delayed_slots(self) -> dict[str, DelayedSlots]:
         """What `ops.linear` reads and raises, by role."""
-        return {role: DelayedSlots(_buffer(self, role + SCALE), _history(self, role)) for role in self.delayed_rules}
+        rolls = _buffer(self, ROLLS) if self.warming else None
+        return {
+            role: DelayedSlots(_buffer(self, role + SCALE), _history(self, role), rolls if rule.scale.warmup else None)
+            for role, rule in self.delayed_rules.items()
+        }
+
+    @property
+    def longest_warmup(self) -> int:
+        """In rolls, over all roles; 0 where there is none."""
+        return max((rule.scale.warmup for rule in self.delayed_rules.values()), default=0)
+
+    def _look_later(self) -> None:
+        """The state is new to the host: a warm-up may last."""
+        self.rolls_to_look = self.longest_warmup
+        self.warming = self.rolls_to_look > 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: _buffer(self, name) for name in state_names(self)}
         super()._apply(fn, recurse)
         for name, old in before.items():
             self._buffers[name] = _kept(self, name, old, _buffer(self, name))
+        self._look_later()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         _fit(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._look_later()
 
 
 def _buffer(layer: DelayedState, name: str) -> Tensor:
@@ -181,6 +203,25 @@ def roll(layers: Iterable[DelayedState], reducer: Reducer = SINGLE_PROCESS) -> N
     for group in by_device.values():
         pending = torch.cat([_buffer(layer, PENDING).view(-1) for layer in group])
         _roll_on_device(group, pending, reducer)
+        _note_ends_of_warmups(group)
+
+
+def _note_ends_of_warmups(layers: list[DelayedState]) -> None:
+    """Let layers whose warm-ups are over go on without looking at their tensors first.
+
+    The device is waited for at the roll that ends the warm-up of layers that always ran, and as many rolls later for
+    those that did not; on all others the host only counts.
+    """
+    due: list[DelayedState] = []
+    for layer in layers:
+        if layer.warming:
+            layer.rolls_to_look -= 1
+            due += [layer] if layer.rolls_to_look == 0 else []
+    if not due:
+        return
+    over = torch.stack([(_buffer(layer, ROLLS) >= layer.longest_warmup).all() for layer in due])
+    for layer, is_over in zip(due, over.tolist(), strict=True):
+        layer.warming, layer.rolls_to_look = not is_over, layer.longest_warmup
 
 
 def roll_before_forward(layer: DelayedState) -> None:

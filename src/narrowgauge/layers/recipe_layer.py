@@ -18,6 +18,7 @@ from narrowgauge.recipes.spec import CastSpec, Evaluation, Recipe
 # what `configure` adds to a plain layer
 OWN_ATTRIBUTES = (
     "recipe", "quantized", "reason", "training_casts", "evaluation_casts", "counter", "delayed_rules", "rolls_at_step",
+    "warming", "rolls_to_look",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from narrowgauge.ops import kernels
 from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.experts import group_sizes
 from narrowgauge.ops.grouped_products import Rows, times_weights
-from narrowgauge.ops.linear import NOTHING_DELAYED
+from narrowgauge.ops.linear import NOTHING_DELAYED, grad_dtype_of
 from narrowgauge.ops.matmul import GEMMS, GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
 from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call, plain
 from narrowgauge.ops.saved import Saved, restore, save
@@ -51,7 +51,7 @@ def grouped_linear(
 
     x: [T, K], rows in the order of the experts; counts: int64 [E], how many rows each takes, read by the host; weight:
     [E, N, K], a plain or a quantized tensor; bias: [E, N] or None. Returns [T, N] of `out_dtype`. Gradients have the
-    shapes and dtypes of x, weight and bias, zeros for experts without rows.
+    shapes of x, weight and bias and dtypes as in `ops.linear`, zeros for experts without rows.
 
     delayed: the slots of the roles whose scale is delayed, all experts' together: quant_scale [E], history [E, L]. The
     other arguments are those of `ops.linear`. Not to be traced by torch.compile: `ops.graph_breaks` has it outside of
@@ -64,7 +64,10 @@ def grouped_linear(
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
     key = key_of_call(casts, x, weight, generator, training)
     caster = Caster(delayed, record, counter, None, weight_spec, key)
-    call = _Call(casts, caster, parts, out_dtype, x.dtype, weight.dtype, torch.is_grad_enabled())
+    bias_grad_dtype = None if bias is None else grad_dtype_of(bias)
+    call = _Call(
+        casts, caster, parts, out_dtype, x.dtype, grad_dtype_of(weight), bias_grad_dtype, torch.is_grad_enabled()
+    )
     return _GroupedLinear.apply(x, weight, bias, call)  # type: ignore[no-any-return]
 
 
@@ -87,15 +90,13 @@ class _Call(NamedTuple):
     parts: tuple[_Part, ...]
     out_dtype: torch.dtype
     input_dtype: torch.dtype
-    weight_dtype: torch.dtype
+    weight_grad_dtype: torch.dtype
+    bias_grad_dtype: torch.dtype | None
     grad_enabled: bool  # inside the autograd function it always reads False
 
     def cast(self, part: _Part, role: str, x: Tensor, how: OperandCast, **options: Any) -> Cast:
         """Cast one expert's matrix by its own delayed scale and random bits."""
-        slots = {
-            name: DelayedSlots(all_.quant_scale[part.expert], all_.history[part.expert])
-            for name, all_ in self.caster.delayed.items()
-        }
+        slots = {name: all_.of_expert(part.expert) for name, all_ in self.caster.delayed.items()}
         how = how._replace(stream=how.stream + STREAMS * part.expert)
         return self.caster._replace(delayed=slots).cast(role, x, how, **options)
 
@@ -128,7 +129,7 @@ class _GroupedLinear(torch.autograd.Function):
         rows, casts, parts = x.detach(), call.casts, call.parts
         needs_x, needs_weight = (needed and call.grad_enabled for needed in ctx.needs_input_grad[:2])
         ctx.call, ctx.saved = call, {}
-        ctx.weight_shape, ctx.bias_dtype = weight.shape, None if bias is None else bias.dtype
+        ctx.weight_shape = weight.shape
         if not parts:
             ctx.save_for_backward()
             return x.new_zeros(0, weight.shape[1], dtype=call.out_dtype)
@@ -176,7 +177,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_x = times_weights(gemm, lefts, rights, [None] * len(rights), backend, call.input_dtype)
                 continue
             for part, left, right in zip(call.parts, lefts.parts, rights, strict=True):
-                product = multiply(gemm, left.factor(backend), right.factor(backend), backend, call.weight_dtype)
+                product = multiply(gemm, left.factor(backend), right.factor(backend), backend, call.weight_grad_dtype)
                 grad_weight[part.expert] = product
         if factors is not None:  # powers of two: exact
             if grad_x is not None:
@@ -232,6 +233,6 @@ def _zeros(ctx: Any, grad_output: Tensor) -> tuple[Any, Any, Any]:
     experts, n, k = ctx.weight_shape
     return (
         grad_output.new_empty(grad_output.shape[0], k, dtype=call.input_dtype) if needs_x else None,
-        grad_output.new_zeros(experts, n, k, dtype=call.weight_dtype) if needs_weight else None,
-        grad_output.new_zeros(experts, n, dtype=ctx.bias_dtype) if needs_bias else None,
+        grad_output.new_zeros(experts, n, k, dtype=call.weight_grad_dtype) if needs_weight else None,
+        grad_output.new_zeros(experts, n, dtype=call.bias_grad_dtype) if needs_bias else None,
     )

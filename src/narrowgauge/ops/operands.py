@@ -11,6 +11,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import kernels, philox, rounding, scaling
 from narrowgauge.numerics.formats import TF32
+from narrowgauge.numerics.scaling import NVFP4, Delayed
 from narrowgauge.ops.backends import Backend
 from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.matmul import Factor
@@ -21,10 +22,27 @@ from narrowgauge.tensors.quantized import QuantizedTensor
 
 
 class DelayedSlots(NamedTuple):
-    """Views of one role's delayed-scaling state: the scale in force, and the amax history with its live slot 0."""
+    """Views of one role's delayed-scaling state: the scale in force, and the amax history with its live slot 0.
+
+    rolls: the rolls so far, 0-dimensional int64, where a warm-up may last; None: there is none, or it is over.
+    """
 
     quant_scale: Tensor  # 0-dimensional float32
     history: Tensor  # float32 [L]
+    rolls: Tensor | None = None
+
+    def of_expert(self, expert: int) -> DelayedSlots:
+        """The views of one expert, where these are of all: quant_scale [E], history [E, L], rolls [E]."""
+        return DelayedSlots(*(None if view is None else view[expert] for view in self))  # type: ignore[arg-type]
+
+    def scale_for(self, x: Tensor, spec: CastSpec) -> Tensor:
+        """What `x` is multiplied by before its cast: the scale in force, or in a warm-up that of `x` itself."""
+        if self.rolls is None:
+            return self.quant_scale
+        assert isinstance(spec.scale, Delayed)
+        amax = x.amax if isinstance(x, QuantizedTensor) else scaling.tensor_amax(x)
+        current = scaling.delayed_scale_of(amax, self.quant_scale, spec.format, spec.scale)
+        return torch.where(self.rolls < spec.scale.warmup, current, self.quant_scale)
 
 
 class Counter(Protocol):
@@ -107,7 +125,7 @@ class Caster(NamedTuple):
         slots = self.delayed.get(role) if spec.is_delayed else None
         if spec.is_delayed and slots is None:
             raise RecipeError(f"{role} is cast by '{spec}': expected its slots in `delayed`, found none")
-        quant_scale = None if slots is None else slots.quant_scale
+        quant_scale = None if slots is None else slots.scale_for(x, spec)
         count = counted and self.counter is not None
 
         def make() -> Cast:
@@ -192,11 +210,9 @@ def cast_by(
     stored: how `x` is stored, where it is a QuantizedTensor; left out, it is asked. key, stream: as in `cast_operand`.
     """
     if isinstance(x, QuantizedTensor):
-        stored = x.spec if stored is None else stored
-        same = stored == spec and not spec.in_blocks
-        if stored.format is spec.format and (same or not (spec.is_scaled or stored.in_blocks)):
-            # the stored codes are the operand: casting their values again could only lose
-            return Cast(x.codes, None, x.dequant_scale, spec, x.amax if count else None)
+        kept = _stored_codes(x, spec, x.spec if stored is None else stored, count)
+        if kept is not None:
+            return kept
         x = x.dequantize()
     if not spec.is_scaled and not spec.format.is_narrow and not spec.is_stochastic:
         return _cast_wide(x, spec, count)
@@ -210,6 +226,20 @@ def cast_by(
         dequant_scale = torch.where(done.amax.isfinite(), 1.0 if dequant_scale is None else dequant_scale, done.amax)
     counts = (0, 0) if done.saturated is None or done.flushed is None else (done.saturated, done.flushed)
     return Cast(done.codes, done.carrier, dequant_scale, spec, done.amax, None, *counts, done.block_scale)
+
+
+def _stored_codes(x: QuantizedTensor, spec: CastSpec, stored: CastSpec, count: bool) -> Cast | None:
+    """The codes of `x` as the operand, where casting their values to the same format again could only lose."""
+    if stored.format != spec.format:
+        return None
+    in_blocks = stored.in_blocks or spec.in_blocks
+    if in_blocks and (stored != spec or x.ndim != 2):
+        return None
+    factor = x.dequant_scale if not in_blocks else scaling.nvfp4_tensor_factor(x.amax) if spec.scale is NVFP4 else None
+    if stored.is_scaled:  # an infinity has saturated: as below
+        factor = torch.where(x.amax.isfinite(), 1.0 if factor is None else factor, x.amax)
+    amax = x.amax if count or spec.is_delayed else None
+    return Cast(x.codes, None, factor, spec, amax, block_scale=x.dequant_scale if in_blocks else None)
 
 
 def _cast_wide(x: Tensor, spec: CastSpec, count: bool) -> Cast:

@@ -170,4 +170,5 @@ class CastSpec:
 def _describe(scale: Delayed) -> str:
     rule = scale.algorithm
     rule = rule if isinstance(rule, str) else getattr(rule, "__name__", "function")
-    return f"delayed ({rule} of {scale.history_length}, margin {scale.margin:g}, every {scale.interval})"
+    warmup = f", current for the first {scale.warmup}" if scale.warmup else ""
+    return f"delayed ({rule} of {scale.history_length}, margin {scale.margin:g}, every {scale.interval}{warmup})"

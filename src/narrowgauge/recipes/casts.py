@@ -40,9 +40,9 @@ SCALED_FP16 = CastSpec(FP16, scale=TENSOR_POW2)
 # what FP8-LM's levels have in common; a weight has the spec of O3's parameters, whose codes are then multiplied as they
 # are. Gradients take a float32 scale, into which clipping goes without a second rounding.
 FP8_LM: dict[str, Any] = {
-    "input": CastSpec(E4M3FN, scale=Delayed(history_length=16)),
+    "input": CastSpec(E4M3FN, scale=Delayed(history_length=16, warmup=16)),
     "weight": TENSOR_E4M3,
-    "grad_output": CastSpec(E5M2, scale=Delayed(history_length=16)),
+    "grad_output": CastSpec(E5M2, scale=Delayed(history_length=16, warmup=16)),
     "grad": CastSpec(E4M3FN),
 }
 FP8_LM_MOMENTS: dict[str, Any] = {
@@ -83,7 +83,7 @@ def fp8_formats(fp8_format: str | Format) -> tuple[Format, Format]:
     return check.choice("fp8_format", "E4M3" if fp8_format == E4M3FN else fp8_format, FP8_FORMATS)
 
 
-def moments(bits: int) -> dict[str, CastSpec]:
+def moments(bits: int) -> dict[str, Any]:
     """Both moments in so many bits each."""
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in MOMENTS:
         raise RecipeError(f"moment_bits={bits!r}: expected {', '.join(map(str, MOMENTS))}")
