@@ -20,7 +20,7 @@ from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.groups import check_optimizer, match_state_dtypes, replace_parameters
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard, parameters_of
-from narrowgauge.optim.replace import needs_own, replacement
+from narrowgauge.optim.replace import needs_own, replacement, unused_moments
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import COMM_ROLES, CastSpec, Recipe
 
@@ -94,9 +94,12 @@ def prepare(
     if optimizer is not None:
         schedule = Schedule(model, recipe, forward)
         _guard(model, optimizer, schedule, max_skips, schedule.go_to if later else None)
-    unrounded = recipe.param.is_stochastic and optimizer is None
-    notes = (*stored.warnings, NO_OPTIMIZER) if unrounded else tuple(stored.warnings)
-    model._narrowgauge_notes = notes  # type: ignore[assignment]
+    notes = list(stored.warnings)
+    if optimizer is None and recipe.param.is_stochastic:
+        notes.append(NO_OPTIMIZER)
+    if optimizer is not None and (unused := unused_moments(recipe, optimizer)):
+        notes.append(f"{type(optimizer).__name__} keeps no {', '.join(unused)}: the recipe's format of it is not used")
+    model._narrowgauge_notes = tuple(notes)  # type: ignore[assignment]
     for warning in (*stored.warnings, *(doubt for _, each in later for doubt in doubts(model, each))):
         warnings.warn(warning, stacklevel=2)
     return model, optimizer  # type: ignore[return-value]

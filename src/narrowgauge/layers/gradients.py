@@ -100,7 +100,8 @@ class Gradients:
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.model = model
         self.recipe = recipe
-        self.warned = False
+        self.warning = _Warning(recipe)
+        self.homes: list[_Home] = []
 
     def attach(self, p: nn.Parameter) -> None:
         """Hook a parameter, where the recipe concerns it."""
@@ -108,12 +109,16 @@ class Gradients:
         if self.is_cast and (p.numel() < self.recipe.min_state_size or self._is_left_out(p)):
             return
         if self.recipe.grad != CastSpec(FP32):
-            KeptGradient(p, self).hook(p)
+            self._hook(p)
+
+    def _hook(self, p: nn.Parameter) -> None:
+        self.homes.append(_Home(p))
+        KeptGradient(self.homes[-1], self.recipe, self.warning).hook(p)
 
     @property
     def is_cast(self) -> bool:
         """True where gradients become QuantizedTensors; else they have another dtype at most."""
-        return self.recipe.grad.is_scaled or self.recipe.grad.format.is_narrow
+        return _is_cast(self.recipe)
 
     def _widen(self, p: nn.Parameter) -> None:
         if p.dtype in (torch.bfloat16, torch.float16):
@@ -122,23 +127,6 @@ class Gradients:
     def _is_left_out(self, p: nn.Parameter) -> bool:
         tables = (m for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.weight is p)
         return any(table.sparse or not self.recipe.embeddings for table in tables)
-
-    @property
-    def is_stochastic(self) -> bool:
-        """True where a second backward adds in the recipe's format, with stochastic rounding."""
-        return self.recipe.grad_accumulation is GradAccumulation.STOCHASTIC
-
-    def warn_once(self) -> None:
-        """Say that a gradient stays wide."""
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"a second backward added to gradients that recipe '{self.recipe.name}' keeps as "
-                f"({self.recipe.grad}): the sum stays wide, 4 bytes a value, until the step; put the backward calls "
-                "into `with narrowgauge.accumulate(model):`, clear the gradients after each step, or choose "
-                'grad_accumulation="stochastic"',
-                stacklevel=2,
-            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         # the copies that these give are those which the copy of the model will hold, by the memo
@@ -152,7 +140,8 @@ class Gradients:
         return {"model": self.model, "recipe": self.recipe, "places": self._places(), "parameters": parameters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model, self.recipe, self.warned = state["model"], state["recipe"], False
+        self.model, self.recipe, self.warning = state["model"], state["recipe"], _Warning(state["recipe"])
+        self.homes = []
         self._attach_copies(state["places"], state["parameters"])
 
     def _places(self) -> list[int]:
@@ -163,20 +152,50 @@ class Gradients:
         for p in parameters:
             self._widen(p)  # torch leaves grad_dtype out of a copy
         for i in places:
-            KeptGradient(parameters[i], self).hook(parameters[i])
+            self._hook(parameters[i])
+
+
+class _Home:
+    """Where the hooks of a parameter find it, by a weak reference: one to the parameter itself would keep torch from
+    swapping its contents, as `model.to` does with QuantizedTensors."""
+
+    def __init__(self, p: nn.Parameter) -> None:
+        self.parameter = p
+
+
+class _Warning:
+    """Says once, for all parameters of a model, that a gradient stays wide."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._given = False
+
+    def give(self) -> None:
+        if not self._given:
+            self._given = True
+            warnings.warn(
+                f"a second backward added to gradients that recipe '{self._recipe.name}' keeps as "
+                f"({self._recipe.grad}): the sum stays wide, 4 bytes a value, until the step; put the backward calls "
+                "into `with narrowgauge.accumulate(model):`, clear the gradients after each step, or choose "
+                'grad_accumulation="stochastic"',
+                stacklevel=3,
+            )
 
 
 class KeptGradient:
     """The hooks of one parameter.
 
+    They hold neither it nor the model: no garbage collector sees hooks, so that would keep them for ever.
+
     depth: of the `accumulate` contexts that it is in. adds: whether the accumulation under way adds to a gradient.
     """
 
-    def __init__(self, p: nn.Parameter, gradients: Gradients) -> None:
-        self.parameter = weakref.ref(p)  # a hook that held its parameter would keep it for ever
-        self.gradients = gradients
-        self.spec = gradients.recipe.grad
-        self.is_cast = gradients.is_cast
+    def __init__(self, home: _Home, recipe: Recipe, warning: _Warning) -> None:
+        self.home = weakref.ref(home)
+        self.warning = warning
+        self.spec = recipe.grad
+        self.is_cast = _is_cast(recipe)
+        self.is_stochastic = recipe.grad_accumulation is GradAccumulation.STOCHASTIC
         self.depth = 0
         self.adds = False
 
@@ -194,12 +213,17 @@ class KeptGradient:
         if self.is_cast:
             p.register_hook(self.before)
         handle = p.register_post_accumulate_grad_hook(self.after)
-        getattr(p, _HOOKS[1]).move_to_end(handle.id, last=False)
+        hooks = getattr(p, _HOOKS[1])
+        others = {key: hook for key, hook in hooks.items() if key != handle.id}
+        for key in others:  # autograd goes by the order of insertion, which move_to_end does not change
+            del hooks[key]
+        hooks.update(others)
 
     @unserializable_hook  # copies have hooks of their own, so torch need not warn
     def before(self, grad: Tensor) -> None:
         """Make room for an exact sum, where there is a gradient already."""
-        p = self.parameter()
+        home = self.home()
+        p = None if home is None else home.parameter
         self.adds = False
         if p is None or p.grad is None or not _will_accumulate(p):
             return
@@ -217,10 +241,10 @@ class KeptGradient:
             return
         if not self.adds:
             self.cast(p, self.spec)
-        elif self.gradients.is_stochastic:
+        elif self.is_stochastic:
             self.cast(p, dataclasses.replace(self.spec, rounding=STOCHASTIC))
         else:
-            self.gradients.warn_once()
+            self.warning.give()
 
     def cast(self, p: nn.Parameter, spec: CastSpec) -> None:
         """Cast `p.grad` by `spec`; random bits come from torch's default CPU generator."""
@@ -248,6 +272,10 @@ class KeptGradient:
 def _as_spec(q: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
     """The same codes as those of another rounding."""
     return QuantizedTensor(q.codes, q.dequant_scale, spec, q.dtype, q.amax)
+
+
+def _is_cast(recipe: Recipe) -> bool:
+    return recipe.grad.is_scaled or recipe.grad.format.is_narrow
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

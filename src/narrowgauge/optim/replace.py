@@ -16,6 +16,7 @@ from narrowgauge.optim.adam import Adam, AdamW
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.formats import StateFormats
 from narrowgauge.optim.guard import StepGuard
+from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import MOMENT_ROLES, CastSpec, Recipe
 
 
@@ -36,8 +37,8 @@ def replacement(
     not have, ConversionError for options that ours has not.
     """
     formats = StateFormats.of(recipe)
-    kind = type(optimizer) if isinstance(optimizer, LowPrecisionOptimizer) else _kind_of(optimizer)
-    _check_moments(recipe, kind)
+    kind = _kind_of(optimizer)
+    _check_moments(recipe, optimizer)
     if isinstance(optimizer, LowPrecisionOptimizer):
         optimizer.formats, optimizer.names, optimizer.offload = formats, dict(names), offload
         return optimizer
@@ -59,6 +60,8 @@ def replacement(
 
 
 def _kind_of(optimizer: Optimizer) -> type[LowPrecisionOptimizer]:
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        return type(optimizer)
     if isinstance(optimizer, torch.optim.AdamW):
         return AdamW
     if isinstance(optimizer, torch.optim.Adam):
@@ -72,14 +75,23 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecisionOptimizer]:
     return next(ours for theirs, ours in kinds.items() if isinstance(optimizer, theirs))
 
 
-def _check_moments(recipe: Recipe, kind: type[LowPrecisionOptimizer]) -> None:
-    for role in MOMENT_ROLES:
+def unused_moments(recipe: Recipe, optimizer: Optimizer) -> list[str]:
+    """The roles of moments that the recipe narrows and the optimizer does not keep."""
+    kept = set(_kind_of(optimizer).moments.values())
+    if "momentum" in optimizer.defaults and not any(group["momentum"] for group in optimizer.param_groups):
+        kept.clear()
+    return [role for role in MOMENT_ROLES if role not in kept and getattr(recipe, role) != CastSpec(FP32)]
+
+
+def _check_moments(recipe: Recipe, optimizer: Optimizer) -> None:
+    """Refuse a moment that was asked for beyond what a named recipe says, of an optimizer that does not keep it."""
+    named = library.recipe(recipe.name) if recipe.name in library.recipe_names() else Recipe()
+    for role in unused_moments(recipe, optimizer):
         spec = getattr(recipe, role)
-        if spec != CastSpec(FP32) and role not in kind.moments.values():
-            has = ", ".join(dict.fromkeys(kind.moments.values())) or "none"
+        if spec != getattr(named, role):
             raise RecipeError(
-                f"recipe '{recipe.name}': {role}=({spec}), and {kind.__name__} keeps no such moment (it has: {has}); "
-                f"use recipe.replace({role}=CastSpec(formats.FP32)), or AdamW"
+                f"recipe '{recipe.name}': {role}=({spec}), and this {type(optimizer).__name__} keeps no such moment; "
+                f"use recipe.replace({role}=CastSpec(formats.FP32)), or an optimizer that has it, e.g. AdamW"
             )
 
 
