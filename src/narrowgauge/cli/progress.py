@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from narrowgauge.cli.console import messages, output, print_json, print_table
+from narrowgauge.observe.ledger import KEYS as LEDGER_KEYS
 from narrowgauge.train import events
 
 # Above this share of saturated or flushed values a role is called out: GEMM errors grow visibly from about here.
@@ -168,7 +169,10 @@ def closing_rows(event: events.Finished) -> list[tuple[str, str]]:
 
 
 def closing_figures(event: events.Finished) -> dict[str, Any]:
-    """The tables at the end of a run, for programs. `validation` is null before the first; `bytes` has every role."""
+    """The tables at the end of a run, for programs. `validation` is null before the first.
+
+    `bytes`, `bytes_per_parameter` and `bytes_by_device` are those of the ledger, null where no step was taken.
+    """
     found, ledger = event.evaluation, event.ledger
     return {
         "status": str(event.status),
@@ -180,8 +184,7 @@ def closing_figures(event: events.Finished) -> dict[str, Any]:
         "seconds": event.seconds,
         "tokens_per_s": event.tokens_per_s,
         "skipped_steps": event.skipped_steps,
-        "bytes": ledger and {role: size for role, size, _ in ledger.rows()},
-        "parameters": ledger and ledger.parameters,
+        **(ledger.to_dict() if ledger else dict.fromkeys(LEDGER_KEYS)),
     }
 
 

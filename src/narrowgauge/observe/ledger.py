@@ -1,9 +1,10 @@
-"""Bytes per role, counted from the storages that are really there."""
+"""Bytes per role, counted from the storages that are really there: scales, padding and residuals are in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from narrowgauge.layers.delayed import is_state_name
 ACTIVATION = "activation"
 SCALING = "scaling"  # delayed scaling's histories and scales
 BUFFER = "buffer"
+KEYS = ("parameters", "bytes", "bytes_per_parameter", "bytes_by_device")  # of `Ledger.to_dict`
 _STATE_ROLES = {"momentum_buffer": "momentum"}  # torch's name -> the role's
+_ORDER = ("param", "master", "grad", "exp_avg", "exp_avg_sq", "momentum")  # the design's; others follow as they come
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Ledger:
     roles: role -> bytes, in the design's order of roles; a role without bytes is left out. Storage that two roles share
     is counted once, for the first. parameters: number of parameters, shared ones once. activation: bytes saved for one
     backward pass, where they were measured: they follow the batch, not the parameters, and are not in `total`.
+    devices: the same bytes as `roles` by device, e.g. moments on "cpu" under offload beside parameters on "cuda:0".
     """
 
     roles: Mapping[str, int]
     parameters: int
     activation: int | None = None
+    devices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -49,19 +54,33 @@ class Ledger:
             rows.append((ACTIVATION, self.activation, self.activation / count))
         return rows
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: `parameters`, `bytes` and `bytes_per_parameter` by role as in `rows`, and `bytes_by_device`."""
+        sizes = {role: size for role, size, _ in self.rows()}
+        shares = {role: share for role, _, share in self.rows()}
+        by_device = {device: dict(roles) for device, roles in self.devices.items()}
+        return dict(zip(KEYS, (self.parameters, sizes, shares, by_device), strict=True))
+
     def __str__(self) -> str:
-        lines = [f"{'role':<14} {'bytes':>15} {'a parameter':>12}"]
-        lines += [f"{role:<14} {size:>15,} {share:>12.3f}" for role, size, share in self.rows()]
+        # on one device, which it is goes without saying
+        places = self.devices if len(self.devices) > 1 else {}
+        lines = [f"{'role':<14} {'bytes':>15} {'a parameter':>12}" + "".join(f" {f'on {d}':>15}" for d in places)]
+        for role, size, share in self.rows():
+            on = [sum(roles.values()) if role == "total" else roles.get(role, 0) for roles in places.values()]
+            there = "" if role == ACTIVATION else "".join(f" {part:>15,}" for part in on)
+            lines.append(f"{role:<14} {size:>15,} {share:>12.3f}{there}")
         return "\n".join(lines)
 
 
 def ledger(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, activation: int | None = None
 ) -> Ledger:
-    """Count the bytes of parameters, gradients, optimizer states, scaling state and buffers as they are now.
+    """Count the bytes of parameters, masters, gradients, moments, scaling state and buffers as they are now.
 
-    Gradients count where `.grad` is there: call it between backward and `zero_grad`. activation: bytes measured by
-    `SavedActivations`, if any. A wrapper such as QuantizedTensor counts with the tensors that it holds.
+    Gradients count where `.grad` is there: call it between backward and `zero_grad`; released ones take nothing. States
+    count once there are some: after the first step. activation: bytes measured by `SavedActivations`, if any. A
+    QuantizedTensor or PackedTensor counts with all that it holds, scales and amax among it; a view with the whole
+    storage that it keeps alive.
     """
     counter = _Counter()
     parameters = list(model.parameters())
@@ -77,7 +96,7 @@ def ledger(
                     counter.add(_STATE_ROLES.get(str(key), str(key)), value)
     for name, buffer in model.named_buffers():
         counter.add(SCALING if is_state_name(name.rpartition(".")[2]) else BUFFER, buffer)
-    return Ledger(counter.bytes, sum(p.numel() for p in parameters), activation)
+    return Ledger(counter.roles(), sum(p.numel() for p in parameters), activation, counter.by_device)
 
 
 class SavedActivations(saved_tensors_hooks):
@@ -112,14 +131,24 @@ class SavedActivations(saved_tensors_hooks):
 
 @dataclass
 class _Counter:
-    bytes: dict[str, int] = field(default_factory=dict)
+    by_device: dict[str, dict[str, int]] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
 
     def add(self, role: str, tensor: Tensor) -> None:
         for key, storage in _storages(tensor):
             if key not in self.seen:
                 self.seen.add(key)
-                self.bytes[role] = self.bytes.get(role, 0) + storage.nbytes()
+                roles = self.by_device.setdefault(str(storage.device), {})
+                roles[role] = roles.get(role, 0) + storage.nbytes()
+
+    def roles(self) -> dict[str, int]:
+        """Bytes of each role on all devices together."""
+        found: dict[str, int] = {}
+        for roles in self.by_device.values():
+            for role, size in roles.items():
+                found[role] = found.get(role, 0) + size
+        known = [role for role in _ORDER if role in found]
+        return {role: found[role] for role in (*known, *(role for role in found if role not in _ORDER))}
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[int, torch.UntypedStorage]]:

@@ -164,6 +164,7 @@ def test_each_expert_has_its_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_as_eager(backend: str) -> None:
     torch._dynamo.reset()
