@@ -15,7 +15,8 @@ from narrowgauge.errors import (
     RecipeError,
 )
 
-# not lazy: it tells torch.load(weights_only=True) that files may hold QuantizedTensors
+# not lazy: they tell torch.load(weights_only=True) that files may hold QuantizedTensors and PackedTensors
+from narrowgauge.tensors import packed as _packed  # noqa: F401
 from narrowgauge.tensors import quantized as _quantized  # noqa: F401
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ _HOMES = {
     "clip_grad_norm_": "optim.clip",
     "save": "train.checkpoint",
     "load": "train.checkpoint",
+    "load_weights": "train.weights",
     "ledger": "observe.ledger",
 }
 _MODULES = {"formats": "numerics.formats", "optim": "optim", "recipes": "recipes"}
@@ -96,6 +98,7 @@ if TYPE_CHECKING:  # so that type checkers and editors see the names
     from narrowgauge.recipes.spec import CastSpec, Recipe
     from narrowgauge.tensors.quantized import QuantizedTensor, quantize
     from narrowgauge.train.checkpoint import load, save
+    from narrowgauge.train.weights import load_weights
 
 __all__ = [
     "Block", "CURRENT", "CURRENT_POW2", "CastSpec", "CheckpointError", "ConfigError", "ConversionError",
@@ -103,8 +106,8 @@ __all__ = [
     "E8M0_UP", "Hadamard", "LINEAR", "LossScaler", "NEAREST_EVEN", "NONE", "NONZERO", "NVFP4", "NarrowgaugeError",
     "PER_COLUMN", "PER_ROW", "PER_TENSOR", "QuantizedTensor", "RANGE_EXPANSION", "Recipe", "RecipeError",
     "SQUARE_ROOT", "STOCHASTIC", "TENSOR_POW2", "ULP", "accumulate", "autocast",
-    "clip_grad_norm_", "convert", "formats", "freeze", "ledger", "load", "optim", "prepare", "quantize", "recipe",
-    "recipe_names", "recipes", "report", "save",
+    "clip_grad_norm_", "convert", "formats", "freeze", "ledger", "load", "load_weights", "optim", "prepare",
+    "quantize", "recipe", "recipe_names", "recipes", "report", "save",
 ]  # fmt: skip
 
 

@@ -30,12 +30,22 @@ def test_logits_are_those_of_the_model(tokenizer, tmp_path, fields):
     from transformers import AutoModelForCausalLM
 
     model = a_model(**fields, vocab_size=tokenizer.vocab_size).eval()
-    loaded = AutoModelForCausalLM.from_pretrained(export_llama(model, tokenizer, tmp_path / "hf")).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(export_llama(model, tokenizer, tmp_path / "hf", "fp32")).eval()
     ids = torch.tensor([tokenizer.encode(TEXT)[:48]])
     with torch.no_grad():
         ours, theirs = model(ids)[0], loaded(ids).logits
     assert loaded.dtype is torch.float32
     assert (ours - theirs).abs().max() <= 1e-5 * ours.abs().max()  # the order of sums: a few hundred float32 terms
+
+
+def test_weights_are_bfloat16_unless_asked_for_otherwise(tokenizer, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = a_model(vocab_size=tokenizer.vocab_size)
+    loaded = AutoModelForCausalLM.from_pretrained(export_llama(model, tokenizer, tmp_path / "hf"))
+    found = loaded.model.layers[1].mlp.down_proj.weight
+    assert loaded.dtype is torch.bfloat16
+    assert torch.equal(found, model.blocks[1].mlp.down.weight.bfloat16())
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp16_pure"])
@@ -48,9 +58,26 @@ def test_a_trained_model_exports_the_values_that_its_parameters_stand_for(tokeni
     ids = torch.tensor([tokenizer.encode(TEXT)[:33]])
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     optimizer.step()
-    loaded = AutoModelForCausalLM.from_pretrained(export_llama(model, tokenizer, tmp_path / "hf"))
+    loaded = AutoModelForCausalLM.from_pretrained(export_llama(model, tokenizer, tmp_path / "hf", "fp32"))
     found = loaded.model.layers[1].mlp.down_proj.weight
     assert torch.equal(found, model.blocks[1].mlp.down.weight.detach().float().cpu())
+
+
+@pytest.mark.parametrize("recipe", ["narrow8", "fp8_lm_o3"])
+def test_residuals_and_masters_are_in_what_is_exported(tokenizer, tmp_path, recipe):
+    from transformers import AutoModelForCausalLM
+
+    model = a_model(vocab_size=tokenizer.vocab_size)
+    model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+    ids = torch.tensor([tokenizer.encode(TEXT)[:33]])
+    model(ids[:, :-1], ids[:, 1:])[1].backward()
+    optimizer.step()
+    expected = optimizer.full_values(model.blocks[1].mlp.down.weight)
+    assert not torch.equal(expected, model.blocks[1].mlp.down.weight.detach().float())
+    for weight_format, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        directory = export_llama(model, tokenizer, tmp_path / weight_format, weight_format, optimizer)
+        found = AutoModelForCausalLM.from_pretrained(directory).model.layers[1].mlp.down_proj.weight
+        assert torch.equal(found, expected.to(dtype)), weight_format
 
 
 def test_the_tokenizer_loads_with_the_same_ids_and_end(tokenizer, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -94,19 +95,35 @@ def export(argv: Sequence[str]) -> int:
     """Write a run's model as a Hugging Face directory."""
     parser = _run_parser(
         "export",
-        "Write a run's model as a Hugging Face directory in the Llama layout, with float32 weights:\n"
-        "config.json, model.safetensors, tokenizer.json. AutoModelForCausalLM.from_pretrained loads it.",
-        ["narrowgauge export runs/NAME hf-model", "narrowgauge export runs/NAME hf-model --checkpoint step-000100"],
+        "Write a run's model as a Hugging Face directory in the Llama layout:\n"
+        "config.json, model.safetensors, tokenizer.json. AutoModelForCausalLM.from_pretrained loads it.\n"
+        "The weights are the parameters' full values, residuals and masters included, each rounded once.",
+        [
+            "narrowgauge export runs/NAME hf-model",
+            "narrowgauge export runs/NAME hf-model --format fp8",
+            "narrowgauge export runs/NAME hf-model --checkpoint step-000100",
+        ],
     )
     parser.add_argument("directory", metavar="DIR", help="a new or empty directory")
+    parser.add_argument(
+        "--format",
+        default="bf16",
+        choices=["bf16", "fp32", "fp8"],
+        help="of the weights; fp8: linear layers in blocks of 128x128, as transformers and vLLM read them "
+        "(default: %(default)s)",
+    )
     arguments = parser.parse(argv)
 
     from narrowgauge.integrations.huggingface import export_llama
     from narrowgauge.train.trained import Trained
 
-    trained = Trained.open(arguments.run, arguments.checkpoint, arguments.device)
-    directory = export_llama(trained.model, trained.tokenizer, arguments.directory)
-    print(f"wrote {directory}: step {trained.step} of {trained.folder.path}")
+    trained = Trained.open(arguments.run, arguments.checkpoint, arguments.device, prepared=False)
+    directory = export_llama(trained.model, trained.tokenizer, arguments.directory, arguments.format)
+    print(f"wrote {directory}: step {trained.step} of {trained.folder.path}, weights in {arguments.format}")
+    if arguments.format == "fp8":
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        kept = config["quantization_config"]["modules_to_not_convert"]
+        print(f"in bf16, as are embedding and norms: {', '.join(kept)}")
     return 0
 
 

@@ -5,34 +5,63 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from narrowgauge.data.tokenizer import END_OF_TEXT, Tokenizer
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import CheckpointError, ConfigError, closest
+from narrowgauge.models.fp8_layout import to_fp8
 from narrowgauge.models.gpt import GPT
 from narrowgauge.models.llama_layout import check_llama, to_llama
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.tensors.quantized import QuantizedTensor
 from narrowgauge.train.folder import os_errors
 
 
-def export_llama(model: GPT, tokenizer: Tokenizer, directory: Path | str) -> Path:
+class WeightFormat(StrEnum):
+    """How exported weights are stored. FP8: see `models.fp8_layout`."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+    FP8 = "fp8"
+
+
+def export_llama(
+    model: GPT,
+    tokenizer: Tokenizer,
+    directory: Path | str,
+    weight_format: WeightFormat | str = WeightFormat.BF16,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Path:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files; return the directory.
 
-    Weights are written in float32, so a plain float32 model gives the same logits. The directory appears whole or not
-    at all. Raises ConversionError for a model that Llama's layout cannot express, ConfigError where the directory is
-    there already and not empty, CheckpointError where the disk refuses it.
+    The weights are the parameters' full values, each rounded once; the files need nothing of this library. optimizer:
+    the one that holds the model's masters or residuals, if any; without it the parameters are taken as they are. The
+    directory appears whole or not at all.
+
+    Raises ConversionError for a model that Llama's layout or FP8's blocks cannot express, ConfigError for an unknown
+    format and where the directory is there already and not empty, CheckpointError where the disk refuses it.
     """
+    if weight_format not in list(WeightFormat):
+        known = [str(each) for each in WeightFormat]
+        raise ConfigError(f"format {weight_format!r}: expected {', '.join(known)}{closest(str(weight_format), known)}")
     check_llama(model.config)
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory}: expected a new or empty directory, found something in it: choose another")
-    state = {name: _plain(value) for name, value in model.state_dict().items()}
-    config, weights = to_llama(model.config, state)
-    config |= {"dtype": "float32", "torch_dtype": "float32"}  # transformers 5, transformers 4
+    config, weights = to_llama(model.config, _full_values(model, optimizer))
+    if weight_format == WeightFormat.FP8:
+        weights, config["quantization_config"] = to_fp8(weights)
+    elif weight_format == WeightFormat.BF16:
+        weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+    dtype = "float32" if weight_format == WeightFormat.FP32 else "bfloat16"
+    config |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5, transformers 4
     config |= {"bos_token_id": None, "eos_token_id": tokenizer.end_id, "pad_token_id": None}
     temporary = directory.with_name(f".writing-{directory.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -57,7 +86,18 @@ def export_llama(model: GPT, tokenizer: Tokenizer, directory: Path | str) -> Pat
     return directory
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
+def _full_values(model: GPT, optimizer: torch.optim.Optimizer | None) -> Mapping[str, Tensor]:
+    """The state dict in float32 on the CPU, parameters with all digits that the optimizer holds."""
+    state = {name: _plain(value) for name, value in model.state_dict().items()}
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        held = set(optimizer.parameters())
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if p in held:
+                state[name] = optimizer.full_values(p).to("cpu", torch.float32)
+    return state
+
+
+def _plain(value: Tensor) -> Tensor:
     value = value.detach()
     if isinstance(value, QuantizedTensor):
         value = value.dequantize()

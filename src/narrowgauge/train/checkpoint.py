@@ -15,7 +15,9 @@ from torch import nn
 from narrowgauge import __version__
 from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.delayed import is_state_name
+from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.guard import STEPS, StepGuard
+from narrowgauge.train import crossing
 from narrowgauge.train.folder import verify, whole_folder
 from narrowgauge.train.state import Flattener, restore
 from narrowgauge.train.weights import is_weights, load_weights
@@ -74,16 +76,22 @@ def save(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
 def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Read what `save` wrote into a model and an optimizer, in place: parameters and ties keep identity.
 
-    The model must be prepared as it was when saved, or by another recipe: parameters are cast to what it stores, and
-    delayed scaling's state is left out where it keeps none, and fresh where the checkpoint has none. Optimizer states
-    come back in the dtype in which they were saved. A recipe with a schedule goes on from the optimizer's count of
+    Prepared by the recipe that they were saved in, model and optimizer get the same bits. By another one, or not at
+    all, parameters come by their full values, residuals and masters included, each cast once to what the model stores,
+    with new residuals and masters where the optimizer keeps them; moments are cast anew; delayed scaling's state is
+    left out where the model keeps none, and fresh where the checkpoint has none. An optimizer that is not loaded with
+    its model takes masters from the new parameters. A recipe with a schedule goes on from the optimizer's count of
     steps.
+
+    path: also a safetensors file, or a folder as Hugging Face lays it out: then see `load_weights`; it holds no
+    optimizer state and no extra.
 
     Returns:
         the `extra` of `save`.
 
     Raises:
-        CheckpointError: the folder is missing, truncated or corrupt, or does not fit the model or the optimizer.
+        CheckpointError: the folder is missing, truncated or corrupt, does not fit the model or the optimizer, or the
+            file holds pickled code.
     """
     path = Path(path)
     model = _plain(model)
@@ -92,24 +100,35 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
             raise CheckpointError(f"{path} {_NO_OPTIMIZER}")
         load_weights(path, model)
         return {}
+    saved = _read(path)
+    masters = crossing.saved_masters(saved["model"], saved["optimizer"])
+    if optimizer is not None:
+        if saved["optimizer"] is None:
+            raise CheckpointError(f"{path} {_NO_OPTIMIZER}")
+        _check_parameters(path, model, optimizer, saved["optimizer"]["parameters"])
+        guard = StepGuard.on(optimizer)
+        if guard is not None and STEPS in saved["optimizer"]["state"]:
+            # before the model's state, which is that of the recipe in force
+            guard.go_on_from(saved["optimizer"]["state"][STEPS])
+    _load_model(path, model, crossing.for_model(model, saved["model"], masters))
+    if optimizer is not None:
+        _load_optimizer(path, model, optimizer, saved["optimizer"]["state"])
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            crossing.complete_masters(optimizer, dict(model.named_parameters()), saved["model"], masters)
+    return saved["extra"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The parts of a checkpoint, restored."""
     verify(path)
     try:
         document = json.loads((path / STATE).read_text(encoding="utf-8"))
-        state = {part: restore(document[part], load_file(path / f"{part}.safetensors")) for part in PARTS}
+        saved = {part: restore(document[part], load_file(path / f"{part}.safetensors")) for part in PARTS}
+        if saved["optimizer"] is not None:
+            crossing.saved_masters(saved["model"], saved["optimizer"])  # looks at all that `load` relies on
     except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: expected a checkpoint of narrowgauge, found {error!r}") from error
-    if optimizer is not None and state["optimizer"] is None:
-        raise CheckpointError(f"{path} {_NO_OPTIMIZER}")
-    if optimizer is not None:
-        _check_parameters(path, model, optimizer, state["optimizer"]["parameters"])
-        guard = StepGuard.on(optimizer)
-        if guard is not None and STEPS in state["optimizer"]["state"]:
-            # before the model's state, which is that of the recipe in force
-            guard.go_on_from(state["optimizer"]["state"][STEPS])
-    _load_model(path, model, state["model"])
-    if optimizer is not None:
-        _load_optimizer(path, optimizer, state["optimizer"]["state"])
-    return state["extra"]
+    return saved
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -151,11 +170,16 @@ def _check_parameters(path: Path, model: nn.Module, optimizer: torch.optim.Optim
         )
 
 
-def _load_optimizer(path: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    is_ours = isinstance(optimizer, LowPrecisionOptimizer)
     try:
+        if not is_ours:
+            state = crossing.for_torch(optimizer, {p: name for name, p in model.named_parameters()}, state)
         optimizer.load_state_dict(state)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} does not fit the optimizer: {error}; build it with the same groups") from error
+    if is_ours:
+        return
     # torch casts floating state to its parameter's dtype: put back what was saved
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, entries in state["state"].items():

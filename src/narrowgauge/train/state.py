@@ -1,7 +1,8 @@
 """Nested state (dicts, lists, numbers, tensors) as JSON beside named plain tensors, and back.
 
 A tensor becomes {"$tensor": key}; tensors that are the same view of the same storage get one key, so that ties are
-stored once. A QuantizedTensor becomes its codes, scale and amax, and what they mean in JSON. Nothing is ever unpickled.
+stored once. A QuantizedTensor becomes {"$quantized": ...}: keys of its codes, scale and amax, and what they mean; a
+PackedTensor likewise {"$packed": ...}. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from narrowgauge.errors import CheckpointError
 from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
+from narrowgauge.tensors.packed import PackedTensor
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -36,6 +38,16 @@ class Flattener:
                     "amax": self._key(value.amax, f"{path}.amax"),
                     "spec": spec_to_dict(value.spec),
                     "dtype": str(value.dtype),
+                }
+            }
+        if isinstance(value, PackedTensor):
+            return {
+                "$packed": {
+                    "packed": self._key(value.packed, f"{path}.packed"),
+                    "dequant_scale": self._key(value.dequant_scale, f"{path}.dequant_scale"),
+                    "amax": self._key(value.amax, f"{path}.amax"),
+                    "spec": spec_to_dict(value.spec),
+                    "shape": list(value.shape),
                 }
             }
         if isinstance(value, torch.Tensor):
@@ -100,6 +112,10 @@ def restore(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
             _DTYPES[parts["dtype"]],
             _tensor(parts["amax"], tensors),
         )
+    if "$packed" in node:
+        parts = node["$packed"]
+        packed, dequant_scale, amax = (_tensor(parts[name], tensors) for name in ("packed", "dequant_scale", "amax"))
+        return PackedTensor(packed, dequant_scale, amax, spec_from_dict(parts["spec"]), parts["shape"])
     if "$float" in node:
         return _FLOATS[node["$float"]]
     if "$tuple" in node:

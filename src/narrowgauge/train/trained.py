@@ -23,7 +23,10 @@ from narrowgauge.train.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Trained:
-    """A run as its checkpoint of `step` stands. model: prepared for the run's recipe, in eval mode, on `device`."""
+    """A run as its checkpoint of `step` stands.
+
+    model: prepared for the run's recipe, or plain, in eval mode, on `device`.
+    """
 
     folder: RunFolder
     config: TrainConfig
@@ -33,12 +36,20 @@ class Trained:
     device: torch.device
 
     @classmethod
-    def open(cls, run_dir: Path | str, checkpoint: str | None = None, device: str | None = None) -> Trained:
+    def open(
+        cls,
+        run_dir: Path | str,
+        checkpoint: str | None = None,
+        device: str | None = None,
+        *,
+        prepared: bool = True,
+    ) -> Trained:
         """Load a run's model; nothing in the folder is written, so a run in progress may be read.
 
         Args:
             checkpoint: None for the newest, "last-good" for the newest whole one, or a name such as "step-000100".
             device: cpu, cuda or auto; None: the run's own.
+            prepared: False gives a plain model in float32, whose parameters have all digits of the checkpoint.
 
         Raises:
             ConfigError: there is no run, or its configuration does not hold together.
@@ -56,7 +67,8 @@ class Trained:
         tokenizer = Tokenizer.load(folder.tokenizer)
         target = config.torch_device()
         model = build_model(config, tokenizer.vocab_size).to(target)
-        prepare(model, None, config.build_recipe().resolve(target).at(step))
+        if prepared:
+            prepare(model, None, config.build_recipe().resolve(target).at(step))
         load(folder.checkpoint(step), model)
         return cls(folder, config, step, model.eval(), tokenizer, target)
 
