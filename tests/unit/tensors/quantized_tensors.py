@@ -11,7 +11,8 @@ from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
 FP8 = CastSpec(E4M3FN)
 SCALED_FP16 = CastSpec(FP16, scale=TENSOR_POW2)
-PARAMETER_SPECS = [FP8, SCALED_FP16]
+FP8_POW2 = CastSpec(E4M3FN, scale=TENSOR_POW2)
+PARAMETER_SPECS = [FP8, SCALED_FP16, FP8_POW2]
 SPECS = [FP8, CastSpec(E5M2, scale=CURRENT_POW2), SCALED_FP16, CastSpec(E2M1FN), CastSpec(BF16), CastSpec(FP32)]
 
 
