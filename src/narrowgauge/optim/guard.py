@@ -84,6 +84,7 @@ class StepGuard:
         self._handles: list[Any] = []
         self._skipping = False
         self._checked = False
+        self.bad_parameter = ""  # the name of one whose gradient was not finite, and is gone
         self._loaded: int | None = None
         optimizer.step_was_skipped = False  # type: ignore[attr-defined]
 
@@ -121,6 +122,7 @@ class StepGuard:
         self._optimizer.step_was_skipped = True  # type: ignore[attr-defined]
         limit = self.max_skips if max_skips is None else max_skips
         culprit = self._first_bad_name() if self.skips_in_a_row >= limit else ""
+        self.bad_parameter = ""
         for p in parameters_of(self._optimizer):
             p.grad = None
         if self._on_skip is not None:
@@ -170,6 +172,10 @@ class StepGuard:
         """Let the next step go without a look at the gradients: the caller knows that they are finite."""
         self._checked = bool(self._handles)
 
+    def found_bad(self, parameter: Tensor) -> None:
+        """Skip the next step for a gradient that was not finite, and is gone by then."""
+        self.bad_parameter = self.bad_parameter or self.name_of(parameter)
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._skipping = False
         if self._checked:  # the loss scaler has just looked
@@ -190,7 +196,7 @@ class StepGuard:
 
     def _check(self) -> None:
         grads = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
-        if not all_finite(grads):
+        if self.bad_parameter or not all_finite(grads):
             self._skipping = True
             self.skip()
 
@@ -200,6 +206,8 @@ class StepGuard:
         self._skipping = False
 
     def _first_bad_name(self) -> str:
+        if self.bad_parameter:
+            return f"'{self.bad_parameter}'"
         for p in parameters_of(self._optimizer):
             if p.grad is not None and not all_finite([p.grad]):
                 return f"'{self.name_of(p)}'"

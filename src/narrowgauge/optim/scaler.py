@@ -86,6 +86,13 @@ class LossScaler(torch.amp.GradScaler):
         """Unscale where that was not done, and step unless a gradient is not finite. Fused optimizers the same way."""
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
+        from narrowgauge.optim.release import GradientRelease  # on first use: it loads the optimizers
+
+        if GradientRelease.on(optimizer) is not None:
+            raise NarrowgaugeError(
+                "gradient release steps each parameter inside backward, by gradients of the scaled loss: train in "
+                "bfloat16, which needs no loss scaling, or do without release_gradients"
+            )
         if args or kwargs.get("closure") is not None:
             raise NarrowgaugeError("LossScaler.step takes no closure: call backward yourself, then step(optimizer)")
         state = self._per_optimizer_states[id(optimizer)]
