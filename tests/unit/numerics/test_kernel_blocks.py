@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from narrowgauge.numerics import hadamard, kernels, scaling
-from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
+from narrowgauge.numerics.companding import LINEAR, SQUARE_ROOT, Companding
+from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, INT4, INT8, UINT4, UINT8, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.kernels import cpu_tiles, twin
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_UP, NVFP4, ScaleRule
@@ -40,11 +41,13 @@ def assert_bits_equal(a: Tensor | None, b: Tensor | None) -> None:
     assert same.all()
 
 
-def assert_equals_twin(x: Tensor, fmt: Format, block: Block, rule: ScaleRule, key: Tensor | None = None) -> None:
+def assert_equals_twin(
+    x: Tensor, fmt: Format, block: Block, rule: ScaleRule, key: Tensor | None = None, *bend: Companding | bool
+) -> None:
     plain = [(True, None, False), (False, torch.bfloat16, True)]
     for codes, carrier, count in plain if key is None else [(True, torch.float32, True)]:
-        fast = cpu_tiles.quantize_blocks(x, fmt, block, rule, codes, carrier, count, key, 3)
-        slow = twin.quantize_blocks(x, fmt, block, rule, key, 3, codes, carrier, count)
+        fast = cpu_tiles.quantize_blocks(x, fmt, block, rule, codes, carrier, count, key, 3, *bend)
+        slow = twin.quantize_blocks(x, fmt, block, rule, key, 3, codes, carrier, count, *bend)
         for a, b in zip(fast, slow, strict=True):
             assert_bits_equal(a, b)
 
@@ -92,6 +95,28 @@ def test_casts_of_tiles_with_every_exponent_nan_and_infinity(fmt: Format, rule: 
     finite = x.nan_to_num(0.0, 0.0, 0.0)  # in NVFP4 one NaN or infinity speaks for the whole tensor
     for scale in (1.0, 2.0**-100):
         assert_equals_twin(finite * scale, fmt, Block(1, 16), rule)
+
+
+@pytest.mark.parametrize("dtype", INPUTS, ids=str)
+@pytest.mark.parametrize("curve", [LINEAR, SQUARE_ROOT], ids=repr)
+@pytest.mark.parametrize("fmt", [INT8, UINT8, INT4, UINT4], ids=repr)
+def test_integers_plain_and_on_the_root(fmt: Format, curve: Companding, dtype: torch.dtype) -> None:
+    x = matrix(19, 300) ** 3
+    x[0, :2] = torch.tensor([2.0**-149, 2.0**120])  # the first times its scale underflows
+    x[3, 5], x[4, 7] = torch.nan, -torch.inf
+    x = x.to(dtype)
+    for block, nonzero in itertools.product((Block(1, 128), Block(1, 2000), Block(16, 16), PER_COLUMN), (False, True)):
+        assert_equals_twin(x, fmt, block, CURRENT, None, curve, nonzero)
+        codes, _, scales, *_ = twin.quantize_blocks(x, fmt, block, CURRENT, None, 0, True, None, False, curve, nonzero)
+        for out in (torch.float32, torch.bfloat16):
+            arguments = (codes, scales, fmt, block, None, out, curve)
+            assert_bits_equal(cpu_tiles.dequantize_blocks(*arguments), twin.dequantize_blocks(*arguments))
+
+
+@pytest.mark.parametrize(("fmt", "rule"), [(E4M3FN, CURRENT), (E2M1FN, NVFP4), (INT8, E8M0_UP)], ids=repr)
+def test_casts_that_make_no_zeros(fmt: Format, rule: ScaleRule) -> None:
+    for block in (Block(1, 16), Block(16, 1)):
+        assert_equals_twin(matrix(19, 141) ** 3, fmt, block, rule, None, LINEAR, True)
 
 
 @pytest.mark.parametrize(("fmt", "rule"), [(E4M3FN, CURRENT), (E4M3FN, E8M0_UP), (E2M1FN, NVFP4)], ids=repr)

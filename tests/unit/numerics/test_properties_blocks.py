@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.numerics import kernels, reference, reference_blocks, scaling
+from narrowgauge.numerics.companding import LINEAR
 from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E4M3FN, E5M2, E8M0FNU, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.kernels import paths
@@ -54,7 +55,7 @@ def all_bits(quantized: kernels.BlockQuantized) -> list:
 
 def test_kernels_take_the_smallest_of_matrices() -> None:
     # so that what is held against the scalar twin here is what large matrices run in
-    assert paths.tile_module(torch.ones(1, 1), True) is not None
+    assert paths.tile_module(torch.ones(1, 1), True, E4M3FN, LINEAR, False) is not None
 
 
 def check_any_matrix(data: st.DataObject, fmt: Format, rule: ScaleRule) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from triton_compiled import build
 
-from narrowgauge.numerics.formats import E2M1FN, E4M3FN, Format
+from narrowgauge.numerics.companding import LINEAR, SQUARE_ROOT
+from narrowgauge.numerics.formats import E2M1FN, E4M3FN, INT8, UINT8, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, Block
 from narrowgauge.numerics.kernels import triton_cast, triton_hadamard, triton_packing
 from narrowgauge.numerics.kernels import triton_tiles as kernels
 from narrowgauge.numerics.kernels.triton_blocks import Plan
-from narrowgauge.numerics.kernels.triton_round import fields_of
+from narrowgauge.numerics.kernels.triton_round import bent_fields_of
 from narrowgauge.numerics.scaling import CURRENT, E8M0_FLOOR, E8M0_UP, NVFP4, ScaleRule
 
 SHAPE = (100000, 100000)
@@ -25,6 +26,8 @@ CASTS = (
     (E2M1FN, NVFP4, Block(16, 1), True),
     (E2M1FN, NVFP4, Block(16, 16), False),
     (E4M3FN, CURRENT, PER_ROW, True),
+    (INT8, CURRENT, Block(1, 128), False),
+    (UINT8, CURRENT, PER_ROW, False),
 )
 
 
@@ -43,8 +46,9 @@ def cast(fmt: Format, rule: ScaleRule, block: Block, stochastic: bool, target: i
     pointers |= {"stored": "*fp32" if rule is CURRENT else "*u8", "key": "*i64", "stream": "i32"}
     pointers = {name: pointers[name] for name in kernels.quantize_blocks_kernel.arg_names if name in pointers}
     flags = {"STOCHASTIC": stochastic, "QUADS": plan.in_quads, "CODES": True, "CARRIER": True, "COUNT": True}
+    bent = bent_fields_of(fmt, SQUARE_ROOT if fmt.is_integer else LINEAR, nonzero=not stochastic)
     passes = {"HAS_AMAX": plan.is_cut, "HAS_WHOLE": plan.is_cut or rule is NVFP4}
-    constants = {"RULE": rule.name, **fields_of(fmt), **flags, **passes}
+    constants = {"RULE": rule.name, **bent, **flags, **passes}
     return build_planned(kernels.quantize_blocks_kernel, plan, pointers, constants, target)
 
 
@@ -56,9 +60,11 @@ def build_all(target: int) -> list[str]:
     for kind, stored in (("FLOAT32", "*fp32"), ("E8M0", "*u8"), ("NVFP4", "*u8")):
         signature = {"codes": "*u8", "stored": stored, "whole": "*fp32", "out": "*bf16"}
         numbers = ("rows", "columns", "height", "width", "across", "programs_across")
-        constants = {"KIND": kind, "EXPONENT": 2, "MANTISSA": 1, "HEIGHT": 16, "WIDTH": 256}
         signature |= dict.fromkeys(numbers, "i32")
-        built.append(build(kernels.dequantize_blocks_kernel, signature, constants, target))
+        for exponent, root in ((2, False), (0, True)):
+            constants = {"KIND": kind, "EXPONENT": exponent, "MANTISSA": 1, "SIGNED": True, "ROOT": root}
+            constants |= {"HEIGHT": 16, "WIDTH": 256}
+            built.append(build(kernels.dequantize_blocks_kernel, signature, constants, target))
     signature = {
         "x": "*bf16",
         "out": "*fp32",
@@ -82,4 +88,9 @@ if __name__ == "__main__":
             assert f".target sm_{architecture}" in ptx
             assert "fma.rn.f32" not in ptx  # a contracted product would round once where the twin rounds twice
             assert ".ftz" not in ptx  # subnormal scales and values count
-            assert "div.full" not in ptx and "div.approx" not in ptx and "rcp.approx" not in ptx
+            assert (
+                "div.full" not in ptx
+                and "div.approx" not in ptx
+                and "rcp.approx" not in ptx
+                and "sqrt.approx" not in ptx
+            )

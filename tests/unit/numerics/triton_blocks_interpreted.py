@@ -14,14 +14,15 @@ from torch import Tensor
 from triton_interpreted import assert_bits_equal
 
 from narrowgauge.numerics import hadamard, kernels, packing, philox, rounding
-from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
+from narrowgauge.numerics.companding import LINEAR, SQUARE_ROOT
+from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, INT4, INT8, UINT4, UINT8, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.kernels import paths, triton_blocks, triton_cast, triton_hadamard, triton_packing, twin
 from narrowgauge.numerics.kernels.triton_round import encode, fields_of
-from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_RULES, E8M0_UP, NVFP4, ScaleRule
+from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_RULES, E8M0_UP, NVFP4, ULP, ScaleRule
 
 FORMATS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN)
-RULES = tuple(ScaleRule)
+RULES = tuple(rule for rule in ScaleRule if rule is not ULP)
 KEY = torch.tensor(-0x123456789ABCDEF, dtype=torch.int64)
 STREAM = 5
 # shape, tile, format, rule, key, dtype
@@ -72,11 +73,11 @@ def with_specials(x: Tensor) -> Tensor:
 
 
 def check_blocks(
-    x: Tensor, fmt: Format, block: Block, rule: ScaleRule, key: Tensor | None, carrier: torch.dtype
+    x: Tensor, fmt: Format, block: Block, rule: ScaleRule, key: Tensor | None, carrier: torch.dtype, *bend: Any
 ) -> None:
-    arguments = (fmt, block, rule, True, carrier, True, key, STREAM)
+    arguments = (fmt, block, rule, True, carrier, True, key, STREAM, *bend)
     found = triton_blocks.quantize_blocks(x, *arguments)
-    expected = twin.quantize_blocks(x, fmt, block, rule, key, STREAM, True, carrier, True)
+    expected = twin.quantize_blocks(x, fmt, block, rule, key, STREAM, True, carrier, True, *bend)
     for name, a, b in zip(("codes", "carrier", "scales", "amax", "saturated", "flushed"), found, expected, strict=True):
         assert a is not None and b is not None
         try:
@@ -100,6 +101,20 @@ def check_every_format_and_rule() -> None:
             y = x if rule is NVFP4 else with_specials(x)
             check_blocks(y, fmt, Block(1, 16), rule, KEY, torch.bfloat16)
             check_dequantize(with_specials(x), fmt, Block(1, 16), rule, torch.float32)
+
+
+def check_curves() -> None:
+    """Integers, plain and on the square root, and casts that make no zeros."""
+    for fmt, curve in itertools.product((INT8, UINT8, INT4, UINT4), (LINEAR, SQUARE_ROOT)):
+        for block, nonzero, dtype in ((Block(1, 32), True, torch.float32), (Block(16, 16), False, torch.bfloat16)):
+            x = with_specials(matrix(19, 70)).to(dtype)
+            check_blocks(x, fmt, block, CURRENT, None, torch.float32, curve, nonzero)
+            codes, _, scales, *_ = twin.quantize_blocks(x, fmt, block, CURRENT, None, 0, True, None, False, curve)
+            for dtype in (torch.float32, torch.bfloat16):
+                arguments = (codes, scales, fmt, block, None, dtype, curve)
+                assert_bits_equal(triton_blocks.dequantize_blocks(*arguments), twin.dequantize_blocks(*arguments))
+    for fmt, rule in ((E4M3FN, CURRENT), (E2M1FN, NVFP4), (E3M2FN, E8M0_UP), (INT8, E8M0_UP)):
+        check_blocks(matrix(20, 70), fmt, Block(1, 16), rule, None, torch.float32, LINEAR, True)
 
 
 def check_every_tile() -> None:
@@ -254,6 +269,7 @@ if __name__ == "__main__":
     check_tensors()
     check_hadamard()
     check_every_format_and_rule()
+    check_curves()
     check_every_tile()
     check_tiles_that_programs_share()
     check_dispatch()

@@ -24,6 +24,7 @@ _BITS = {
     torch.float8_e5m2: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
     torch.uint8: torch.uint8,
+    torch.int8: torch.uint8,
 }
 _forked = False
 drop_stale_kernels()  # before the first of them is loaded
@@ -51,7 +52,12 @@ def new_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, np.ndar
 
 def chunks_for(x: Tensor) -> int:
     """Into how many chunks, each for a thread, a kernel should split `x`; 1: run the serial form."""
-    chunks = min(torch.get_num_threads(), x.numel() // MIN_CHUNK)
+    return chunks_of(x.numel())
+
+
+def chunks_of(values: int) -> int:
+    """Into how many chunks a kernel should split that many values; 1: run the serial form."""
+    chunks = min(torch.get_num_threads(), values // MIN_CHUNK)
     return chunks if chunks > 1 and not _forked and _has_safe_threads() else 1
 
 

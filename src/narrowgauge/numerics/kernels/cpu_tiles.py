@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import scaling
+from narrowgauge.numerics.companding import LINEAR, Companding
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import cpu, numba_bits, numba_decode, numba_scales, numba_tiles
@@ -60,8 +61,10 @@ def quantize_blocks(
     count: bool,
     key: Tensor | None,
     stream: int,
+    companding: Companding = LINEAR,
+    nonzero: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`twin.quantize_blocks` of a matrix that is not empty, in a float format of 4 to 8 bits."""
+    """`twin.quantize_blocks` of a matrix that is not empty, one of those that `paths.tile_module` says."""
     shape, tile, part, parts = plan(*x.shape, block)
     encoded, code_bits = new_array(x.shape, fmt.dtype) if codes else (None, _NO_CODES)
     carried, carrier_bits = new_array(x.shape, carrier) if carrier is not None else (None, _NO_CARRIER)
@@ -70,7 +73,7 @@ def quantize_blocks(
     counts = np.zeros(2, np.int64) if count else _NO_COUNTS
     arguments = (
         numba_scales.RULES[rule],
-        layout(fmt),
+        layout(fmt, companding, nonzero),
         int(cpu.amax(x).view(torch.int32).item()) if rule is NVFP4 else 0,
         (False, 0, 0) if key is None else (True, int(key.item()), stream),
         code_bits,
@@ -90,16 +93,22 @@ def quantize_blocks(
 
 
 def dequantize_blocks(
-    codes: Tensor, dequant_scale: Tensor, fmt: Format, block: Block, tensor_amax: Tensor | None, dtype: torch.dtype
+    codes: Tensor,
+    dequant_scale: Tensor,
+    fmt: Format,
+    block: Block,
+    tensor_amax: Tensor | None,
+    dtype: torch.dtype,
+    companding: Companding = LINEAR,
 ) -> Tensor:
-    """`twin.dequantize_blocks` of a matrix that is not empty, in a float format of 4 to 8 bits."""
+    """`twin.dequantize_blocks` of a matrix that is not empty, one of those that `paths.tile_module` says."""
     shape, tile, part, parts = plan(*codes.shape, block)
     out, value_bits = new_array(codes.shape, dtype)
     is_float = dequant_scale.dtype is torch.float32
     rule = _RULE_OF_STORED[dequant_scale.dtype]
     arguments = (
         rule,
-        layout(fmt),
+        layout(fmt, companding),
         -1.0 if tensor_amax is None or rule != numba_scales.NVFP4 else tensor_amax.item(),
         array(dequant_scale) if is_float else _NO_WORDS,
         _NO_CODES if is_float else array(dequant_scale),

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from narrowgauge.numerics import hadamard, scaling
 from narrowgauge.numerics.companding import LINEAR, Companding
-from narrowgauge.numerics.formats import BF16, E2M1FN, E2M3FN, E3M2FN, E4M3FN, E5M2, Format
+from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import paths, twin
 from narrowgauge.numerics.kernels.tracing import is_traced
 from narrowgauge.numerics.scaling import ScaleRule
 
 _FAST_FORMATS = (E4M3FN, E5M2)
-_TILE_FORMATS = (E4M3FN, E5M2, E2M1FN, E3M2FN, E2M3FN)
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 _CARRIERS = (None, torch.float32, torch.bfloat16)
 _CONTIGUOUS = torch.contiguous_format
@@ -227,13 +226,13 @@ def quantize_blocks_eagerly(
     x = x.detach().contiguous()
     if x.dtype not in _INPUTS:
         x = x.float()
-    suits = fmt in _TILE_FORMATS and carrier in _CARRIERS and companding is LINEAR and not nonzero
-    fast = paths.tile_module(x, suits)
+    fast = paths.tile_module(x, carrier in _CARRIERS, fmt, companding, key is not None)
     if fast is None:
         return BlockQuantized(
             *twin.quantize_blocks(x, fmt, block, rule, key, stream, codes, carrier, count, companding, nonzero)
         )
-    return BlockQuantized(*fast.quantize_blocks(x, fmt, block, rule, codes, carrier, count, key, stream))
+    arguments = (codes, carrier, count, key, stream, companding, nonzero)
+    return BlockQuantized(*fast.quantize_blocks(x, fmt, block, rule, *arguments))
 
 
 def dequantize_blocks_eagerly(
@@ -247,10 +246,10 @@ def dequantize_blocks_eagerly(
 ) -> Tensor:
     """`dequantize_blocks` of a real tensor: Numba, Triton or torch."""
     codes = codes.contiguous()
-    fast = paths.tile_module(codes, fmt in _TILE_FORMATS and dtype in _CARRIERS and companding is LINEAR)
+    fast = paths.tile_module(codes, dtype in _CARRIERS, fmt, companding, False)
     if fast is None:
         return twin.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype, companding)
-    return fast.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype)
+    return fast.dequantize_blocks(codes, dequant_scale, fmt, block, tensor_amax, dtype, companding)
 
 
 def transform_eagerly(x: Tensor, signs: tuple[int, ...]) -> Tensor:

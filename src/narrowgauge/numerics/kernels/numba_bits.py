@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from narrowgauge.numerics.companding import LINEAR, SQUARE_ROOT, Companding, limit_of
 from narrowgauge.numerics.formats import Format
 
 INFINITY = np.int32(0x7F800000)
@@ -16,19 +17,29 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 SIGN = np.int32(-0x80000000)
 NAN = np.int32(0x7FC00000)
 
-# (shift, least, top, sign shift, NaN mask): what the casts know of a format, see `layout`
-Layout = tuple[int, int, int, int, int]
+# what a layout's codes are: floats, integers, or integers on the square root
+FLOATS, INTEGERS, SQUARE_ROOTS = range(3)
+
+# (shift, least, top, sign shift, NaN mask, kind, floor): what the casts know of a format, see `layout`
+Layout = tuple[int, int, int, int, int, int, int]
 
 
-def layout(fmt: Format) -> Layout:
-    """What the casts know of a format of 4, 6 or 8 bits.
+def layout(fmt: Format, companding: Companding = LINEAR, nonzero: bool = False) -> Layout:
+    """What the casts know of a format of at most 8 bits, and of its curve (LINEAR; of integers also SQUARE_ROOT).
 
-    shift: mantissa bits of float32 that the format drops. least: exponent field of the smallest normal value. top:
-    float32 bits of the largest value. sign shift: from float32's sign to the code's. NaN mask: 0xFF, or 0 where the
-    format has no NaN, which then has code 0.
+    shift: mantissa bits of float32 that the format drops. least: exponent field of the smallest normal value; of
+    integers whether they are signed. top: float32 bits of what the largest code stands for. sign shift: from float32's
+    sign to the code's, or past it where that is no bit of its own. NaN mask: 0xFF, or 0 where the format has no NaN,
+    which then has code 0. floor: float32 bits of the smallest scaled magnitude of what is not zero, 0 for any.
     """
-    top = int(np.float32(fmt.max).view(np.int32))
-    return 23 - fmt.mantissa_bits, (128 - fmt.bias) << 23, top, 32 - fmt.bits, 0xFF if fmt.has_nan else 0
+    top = int(np.float32(limit_of(fmt, companding)).view(np.int32))
+    floor = fmt.smallest_subnormal**2 if companding is SQUARE_ROOT else fmt.smallest_subnormal
+    floor_bits = int(np.float32(floor).view(np.int32)) if nonzero else 0
+    if fmt.is_integer:
+        kind = SQUARE_ROOTS if companding is SQUARE_ROOT else INTEGERS
+        return 0, int(fmt.signed), top, 23, 0, kind, floor_bits
+    nan_mask = 0xFF if fmt.has_nan else 0
+    return 23 - fmt.mantissa_bits, (128 - fmt.bias) << 23, top, 32 - fmt.bits, nan_mask, FLOATS, floor_bits
 
 
 @intrinsic

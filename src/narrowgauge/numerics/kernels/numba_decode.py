@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from narrowgauge.numerics.kernels import numba_rows, numba_scales
+from narrowgauge.numerics.kernels import numba_integers, numba_rows, numba_scales
 from narrowgauge.numerics.kernels.numba_bits import borrow, hold
 from narrowgauge.numerics.kernels.numba_tiles import RUN, repeat
 
@@ -47,7 +47,10 @@ def decode_tiles_serial(
             for row in range(band * height, min(band * height + height, rows)):
                 at = row * columns + start
                 run = values[: stop - start]
-                numba_rows.decode_row(codes[at : at + stop - start], layout, run)
+                if layout[5]:
+                    numba_integers.decode_row(codes[at : at + stop - start], layout, run)
+                else:
+                    numba_rows.decode_row(codes[at : at + stop - start], layout, run)
                 numba_rows.multiply_row(run, factors, out[at : at + stop - start])
     hold((floats, integers))
 

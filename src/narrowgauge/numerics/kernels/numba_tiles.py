@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from narrowgauge.numerics.kernels import numba_rows, numba_scales
+from narrowgauge.numerics.kernels import numba_integers, numba_rows, numba_scales
 from narrowgauge.numerics.kernels.numba_bits import bits_of, borrow, fill_16, hold, largest_of_16, largest_of_32, widen
 
 i32 = np.int32
@@ -160,11 +160,14 @@ def cast_run(
 ) -> None:
     """Cast values `start` to `stop`, at most `RUN`, by the scales and factors in the scratch arrays."""
     n = stop - start
-    if not (random[0] or len(carrier) or len(counts)):
+    if not (random[0] or len(carrier) or len(counts) or layout[5] or layout[6]):
         numba_rows.scale_and_encode_row(x[start:stop], scratch[0], layout, codes[start:stop])
         return
     scaled = scratch[2][:n]
-    numba_rows.scale_row(x[start:stop], scratch[0], scaled)
+    if layout[6]:
+        numba_integers.lifted_row(x[start:stop], scratch[0], layout[6], scaled)
+    else:
+        numba_rows.scale_row(x[start:stop], scratch[0], scaled)
     if len(counts):
         counts[0] += numba_rows.count_saturated(scaled, layout[2])
     if random[0]:
@@ -172,12 +175,25 @@ def cast_run(
         numba_rows.draw_row(random[1], random[2], start // 4, scratch[3][: (skipped + n + 3) // 4 * 4])
         numba_rows.stochastic_row(scaled, scratch[3][skipped:], layout)
     if len(codes):
-        numba_rows.encode_row(scaled, layout, codes[start:stop])
+        encode_row(scaled, layout, codes[start:stop])
+    if len(counts) or layout[5] and len(carrier):
+        encode_row(scaled, layout, scratch[4][:n])
     if len(counts):
-        numba_rows.encode_row(scaled, layout, scratch[4][:n])
         counts[1] += numba_rows.count_flushed(x[start:stop], scratch[4], layout[3])
-    if len(carrier):
+    if len(carrier) and layout[5]:
+        numba_integers.decode_row(scratch[4][:n], layout, scaled)
+        numba_rows.multiply_row(scaled, scratch[1], carrier[start:stop])
+    elif len(carrier):
         numba_rows.carry_row(scaled, layout, scratch[1], carrier[start:stop])
+
+
+@njit(nogil=True, cache=True)
+def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
+    """codes = encode(scaled), to nearest even, saturating."""
+    if layout[5]:
+        numba_integers.encode_row(scaled, layout, codes)
+    else:
+        numba_rows.encode_row(scaled, layout, codes)
 
 
 @njit(nogil=True, cache=True, parallel=True)

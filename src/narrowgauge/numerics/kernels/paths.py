@@ -8,6 +8,9 @@ from types import ModuleType
 
 from torch import Tensor
 
+from narrowgauge.numerics.companding import LINEAR, SQUARE_ROOT, Companding
+from narrowgauge.numerics.formats import Format
+
 # below this many values a few torch operations are faster than the passage to Numba
 MIN_NUMBA = 1024
 
@@ -30,8 +33,15 @@ def fast_module(x: Tensor, suits: bool, least: int = MIN_NUMBA) -> ModuleType | 
 # In tiles, or with random bits, torch takes tens of operations even for one value: there is no least size.
 
 
-def tile_module(x: Tensor, suits: bool) -> ModuleType | None:
-    """As `fast_module`, for casts with a scale for each tile."""
+def tile_module(x: Tensor, suits: bool, fmt: Format, companding: Companding, stochastic: bool) -> ModuleType | None:
+    """As `fast_module`, for casts with a scale for each tile: floats, and integers, these by nearest even only.
+
+    companding: floats have no curve there, integers may have SQUARE_ROOT.
+    """
+    if fmt.is_integer:
+        suits = suits and fmt.is_narrow and companding in (LINEAR, SQUARE_ROOT) and not stochastic
+    else:
+        suits = suits and fmt.is_narrow and fmt.signed and companding is LINEAR
     if suits and has_gpu_kernels(x):
         from narrowgauge.numerics.kernels import triton_blocks
 

@@ -13,10 +13,11 @@ import triton
 from torch import Tensor
 
 from narrowgauge.numerics import scaling
+from narrowgauge.numerics.companding import LINEAR, SQUARE_ROOT, Companding
 from narrowgauge.numerics.formats import E4M3FN, E8M0FNU, Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels.triton_cast import amax
-from narrowgauge.numerics.kernels.triton_round import fields_of
+from narrowgauge.numerics.kernels.triton_round import bent_fields_of
 from narrowgauge.numerics.kernels.triton_tiles import (
     block_amax_kernel,
     dequantize_blocks_kernel,
@@ -114,10 +115,12 @@ def quantize_blocks(
     count: bool,
     key: Tensor | None,
     stream: int,
+    companding: Companding = LINEAR,
+    nonzero: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """`twin.quantize_blocks` of a float32, bfloat16 or float16 matrix that is not empty; carrier: float32, bfloat16.
 
-    The formats are the narrow ones of signed floats, the rules all.
+    The casts are those that `paths.tile_module` says, with every rule of scales.
     """
     x = x.detach().contiguous()
     plan = Plan.of(block, *x.shape)
@@ -131,7 +134,7 @@ def quantize_blocks(
         plan.run(
             quantize_blocks_kernel, x, largest, whole, x if encoded is None else encoded,
             x if carried is None else carried, _bytes(stored), counts, whole if key is None else key, stream,
-            RULE=rule.name, **fields_of(fmt), STOCHASTIC=key is not None, QUADS=plan.in_quads,
+            RULE=rule.name, **bent_fields_of(fmt, companding, nonzero), STOCHASTIC=key is not None, QUADS=plan.in_quads,
             CODES=codes, CARRIER=carrier is not None, COUNT=count, HAS_AMAX=plan.is_cut,
             HAS_WHOLE=plan.is_cut or rule is ScaleRule.NVFP4,
         )  # fmt: skip
@@ -160,7 +163,13 @@ def _bytes(stored: Tensor) -> Tensor:
 
 
 def dequantize_blocks(
-    codes: Tensor, dequant_scale: Tensor, fmt: Format, block: Block, tensor_amax: Tensor | None, dtype: torch.dtype
+    codes: Tensor,
+    dequant_scale: Tensor,
+    fmt: Format,
+    block: Block,
+    tensor_amax: Tensor | None,
+    dtype: torch.dtype,
+    companding: Companding = LINEAR,
 ) -> Tensor:
     """`twin.dequantize_blocks` of a matrix that is not empty, to float32 or bfloat16."""
     rows, columns = codes.shape
@@ -170,8 +179,8 @@ def dequantize_blocks(
         kind = "NVFP4"
     programs_across = triton.cdiv(columns, DECODE_WIDTH)
     constants: dict[str, Any] = {
-        "KIND": kind, "EXPONENT": fmt.exponent_bits, "MANTISSA": fmt.mantissa_bits, "HEIGHT": DECODE_HEIGHT,
-        "WIDTH": DECODE_WIDTH, "enable_fp_fusion": False,
+        "KIND": kind, "EXPONENT": fmt.exponent_bits, "MANTISSA": fmt.mantissa_bits, "SIGNED": fmt.signed,
+        "ROOT": companding is SQUARE_ROOT, "HEIGHT": DECODE_HEIGHT, "WIDTH": DECODE_WIDTH, "enable_fp_fusion": False,
     }  # fmt: skip
     with torch.cuda.device_of(codes):
         dequantize_blocks_kernel[(triton.cdiv(rows, DECODE_HEIGHT) * programs_across,)](

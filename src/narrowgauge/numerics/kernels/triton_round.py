@@ -1,7 +1,8 @@
 """Rounding to narrow formats and back, in the integer arithmetic of Triton kernels.
 
 A format is its field widths: EXPONENT and MANTISSA bits give the bias, and TOP is the float32 bits of its maximum.
-Formats of 8 bits have a NaN, whose code is all ones; smaller ones have none. Triton's own casts to float8 and bfloat16
+Float formats of 8 bits have a NaN, whose code is all ones; all others have none. Integers have no EXPONENT bits; on the
+square root (ROOT) their TOP is the square of the maximum. Triton's own casts to float8 and bfloat16
 are not used: its interpreter, which the tests run on a CPU, does not round them as the hardware does.
 """
 
@@ -12,13 +13,25 @@ import struct
 import triton
 import triton.language as tl
 
+from narrowgauge.numerics.companding import SQUARE_ROOT, Companding, limit_of
 from narrowgauge.numerics.formats import Format
 
 
 def fields_of(fmt: Format) -> dict[str, int]:
     """EXPONENT, MANTISSA and TOP of a narrow format, as the kernels take them."""
-    (top,) = struct.unpack("<i", struct.pack("<f", fmt.max))
-    return {"EXPONENT": fmt.exponent_bits, "MANTISSA": fmt.mantissa_bits, "TOP": top}
+    return {"EXPONENT": fmt.exponent_bits, "MANTISSA": fmt.mantissa_bits, "TOP": _bits_of(fmt.max)}
+
+
+def bent_fields_of(fmt: Format, companding: Companding, nonzero: bool) -> dict[str, int | bool]:
+    """`fields_of` under a curve, with ROOT, SIGNED, and FLOOR: bits of the least magnitude that is not zero, or 0."""
+    root = companding is SQUARE_ROOT
+    floor = _bits_of(fmt.smallest_subnormal ** (2 if root else 1)) if nonzero else 0
+    top = _bits_of(limit_of(fmt, companding))
+    return {**fields_of(fmt), "TOP": top, "ROOT": root, "SIGNED": fmt.signed, "FLOOR": floor}
+
+
+def _bits_of(value: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 @triton.jit
@@ -111,3 +124,33 @@ def decode(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):  # type: ignor
     elif EXPONENT + MANTISSA == 7:
         value = tl.where(field == 0x7F, 0x7FC00000, value)
     return (value | ((code & sign) << (31 - EXPONENT - MANTISSA))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def lift(scaled, values, FLOOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scaled values, float32, of a magnitude of at least FLOOR (bits) where the value itself is not zero."""
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = tl.maximum(bits & 0x7FFFFFFF, tl.where(values != 0.0, FLOOR, 0))
+    return (magnitude | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_integer(values, SIGNED: tl.constexpr, ROOT: tl.constexpr, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes (int32) of float32 values, to nearest even, saturating; NaN is 0, and what has no code of its sign."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    value = tl.minimum(magnitude, TOP).to(tl.float32, bitcast=True)
+    if ROOT:
+        value = tl.sqrt_rn(value)
+    code = (value + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000  # 2^23, whose ulp is 1
+    code = tl.where(bits < 0, -code if SIGNED else 0, code)
+    return tl.where(magnitude > 0x7F800000, 0, code)
+
+
+@triton.jit
+def decode_integer(code, SIGNED: tl.constexpr, ROOT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 values of codes (int32), of which the low byte counts."""
+    low = code & 0xFF
+    if SIGNED:
+        low = tl.where(low > 127, low - 256, low)
+    return (low * tl.abs(low) if ROOT else low).to(tl.float32)

@@ -57,7 +57,7 @@ def _float_scales(  # type: ignore[no-untyped-def]
         ratio = tl.where((bits > 0) & (bits < 0x7F800000), found, ratio)
     scale = ratio.to(tl.float32, bitcast=True)
     stored = divide(1.0, scale)
-    if EXPONENT + MANTISSA < 7:  # no code says NaN, so that the scale must
+    if EXPONENT == 0 or EXPONENT + MANTISSA < 7:  # no code says NaN, so that the scale must
         stored = tl.where(bits > 0x7F800000, 0x7FC00000, stored.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return scale, stored, stored
 

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from narrowgauge.numerics.kernels.triton_philox import words_of, words_of_quads
-from narrowgauge.numerics.kernels.triton_round import decode, encode, narrow, widen
+from narrowgauge.numerics.kernels.triton_round import (
+    decode,
+    decode_integer,
+    encode,
+    encode_integer,
+    lift,
+    narrow,
+    widen,
+)
 from narrowgauge.numerics.kernels.triton_scales import block_scales, stored_factor
 
 
@@ -71,8 +79,8 @@ def quantize_blocks_kernel(  # type: ignore[no-untyped-def]
     x, amax, whole, codes, carrier, stored, counts, key, stream,
     rows, columns, height, width, down, across, programs_across, pieces_down, pieces_across,
     RULE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr,
-    STOCHASTIC: tl.constexpr, QUADS: tl.constexpr, CODES: tl.constexpr, CARRIER: tl.constexpr, COUNT: tl.constexpr,
-    HAS_AMAX: tl.constexpr, HAS_WHOLE: tl.constexpr,
+    ROOT: tl.constexpr, SIGNED: tl.constexpr, FLOOR: tl.constexpr, STOCHASTIC: tl.constexpr, QUADS: tl.constexpr,
+    CODES: tl.constexpr, CARRIER: tl.constexpr, COUNT: tl.constexpr, HAS_AMAX: tl.constexpr, HAS_WHOLE: tl.constexpr,
     BLOCKS_DOWN: tl.constexpr, HEIGHT: tl.constexpr, BLOCKS_ACROSS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """codes (uint8), carrier and stored scales of a matrix [rows, columns] in tiles of height x width.
@@ -115,11 +123,16 @@ def quantize_blocks_kernel(  # type: ignore[no-untyped-def]
         else:
             words = words_of(place, tl.load(key), stream)
     scaled = values * scale[:, None, :, None]
-    code = encode(scaled, words, EXPONENT, MANTISSA, TOP, STOCHASTIC)
+    if FLOOR:
+        scaled = lift(scaled, values, FLOOR)
+    if EXPONENT:
+        code = encode(scaled, words, EXPONENT, MANTISSA, TOP, STOCHASTIC)
+    else:
+        code = encode_integer(scaled, SIGNED, ROOT, TOP)
     if CODES:
         tl.store(codes + place, code.to(tl.uint8), mask=mask)
     if CARRIER:
-        carried = decode(code, EXPONENT, MANTISSA) * factor[:, None, :, None]
+        carried = _value(code, EXPONENT, MANTISSA, SIGNED, ROOT) * factor[:, None, :, None]
         tl.store(carrier + place, narrow(carried, carrier.dtype.element_ty), mask=mask)
     if COUNT:
         magnitude = scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -130,6 +143,17 @@ def quantize_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _value(  # type: ignore[no-untyped-def]
+    code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, ROOT: tl.constexpr
+):
+    """float32 values of codes (int32), but for their scale."""
+    if EXPONENT:
+        return decode(code, EXPONENT, MANTISSA)
+    else:
+        return decode_integer(code, SIGNED, ROOT)
+
+
+@triton.jit
 def _total(flags):  # type: ignore[no-untyped-def]
     return tl.sum(tl.sum(tl.sum(tl.sum(flags.to(tl.int64), axis=3), axis=2), axis=1), axis=0)
 
@@ -137,7 +161,8 @@ def _total(flags):  # type: ignore[no-untyped-def]
 @triton.jit
 def dequantize_blocks_kernel(  # type: ignore[no-untyped-def]
     codes, stored, whole, out, rows, columns, height, width, across, programs_across,
-    KIND: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, ROOT: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """out = codes (uint8) * the factor of their tile, the product in float32; KIND: as in `stored_factor`."""
     program = tl.program_id(0)
@@ -149,5 +174,5 @@ def dequantize_blocks_kernel(  # type: ignore[no-untyped-def]
     kept = tl.load(stored + block, mask=mask, other=0)
     factor = stored_factor(kept, tl.load(whole) if KIND == "NVFP4" else 0.0, KIND)
     code = tl.load(codes + place, mask=mask, other=0).to(tl.int32)
-    values = decode(code, EXPONENT, MANTISSA) * factor
+    values = _value(code, EXPONENT, MANTISSA, SIGNED, ROOT) * factor
     tl.store(out + place, narrow(values, out.dtype.element_ty), mask=mask)
