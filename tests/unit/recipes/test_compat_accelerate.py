@@ -111,9 +111,10 @@ def test_torchaos_layers_are_those_that_accelerate_converts(tmp_path: Path) -> N
     assert [layer.quantized for layer in model.values()] == [False, True, True, False]
 
 
-def test_the_wizards_msamp_file_says_what_to_use_meanwhile(tmp_path: Path) -> None:
-    with pytest.raises(ng.RecipeError, match="'fp8_lm_o2' is not a part of .* meanwhile ng.DelayedScaling"):
-        from_accelerate(written(tmp_path, "fp8", MSAMP_SECTION))
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_wizards_msamp_file(tmp_path: Path, level: str) -> None:
+    path = written(tmp_path, "fp8", MSAMP_SECTION.replace("O2", level))
+    assert from_accelerate(path) == ng.recipe(f"fp8_lm_{level.lower()}")
 
 
 @pytest.mark.parametrize(
@@ -255,6 +256,23 @@ def test_objects_of_torchao() -> None:
     assert from_accelerate(rows) == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "level"),
+    [
+        ({"opt_level": "O1"}, 1),
+        ({"fp8_opt_level": "O2"}, 2),
+        ({"fp8_optimization_level": "O3"}, 3),
+        ({"backend": "msamp"}, 2),
+        (MSAMPRecipeKwargs(), 2),
+        (MSAMPRecipeKwargs(opt_level="O3"), 3),
+        (FP8RecipeKwargs(backend="MSAMP"), 2),
+        (FP8RecipeKwargs(backend="MSAMP", opt_level="O1"), 1),
+    ],
+)
+def test_levels_of_msamp(config: Any, level: int) -> None:
+    assert from_accelerate(config) == ng.recipe(f"fp8_lm_o{level}")
+
+
 # refusals
 
 
@@ -293,11 +311,8 @@ def test_objects_of_torchao() -> None:
         ({"use_mxfp8_block_scaling": True, "margin": 1}, "margin=1 with use_mxfp8_block_scaling"),
         ({"use_mxfp8_block_scaling": True, "interval": 2}, "interval=2 with use_mxfp8_block_scaling"),
         ({"use_autocast_during_eval": "yes"}, "use_autocast_during_eval='yes' cannot be honoured"),
-        ({"opt_level": "O1"}, "'fp8_lm_o1' is not a part of this version"),
-        ({"fp8_optimization_level": "O3"}, "'fp8_lm_o3' is not a part of this version"),
         ({"opt_level": "O4"}, "opt_level='O4' cannot be honoured: expected 'O1' or 'O2' or 'O3'"),
-        (MSAMPRecipeKwargs(), "MS-AMP's opt_level='O2' cannot be honoured"),
-        (FP8RecipeKwargs(backend="MSAMP"), "MS-AMP's opt_level='O2' cannot be honoured"),
+        (MSAMPRecipeKwargs(opt_level="O0"), "opt_level='O0' cannot be honoured: expected 'O1' or 'O2' or 'O3'"),
         (FP8RecipeKwargs(opt_level="O1"), "'opt_level' is an option of backend MSAMP, and the backend is TE"),
         (AORecipeKwargs(module_filter_func=print), "module_filter_func=.* name the layers"),
         (3, "expected a path, a mapping or one of its configurations, found int"),

@@ -75,7 +75,7 @@ AO = {
     }),
 }  # fmt: skip
 MSAMP = _with_prefix({
-    "opt_level": Option("O2", "refused: `fp8_lm_o1`, `fp8_lm_o2`, `fp8_lm_o3` are yet to come", only=LEVELS,
+    "opt_level": Option("O2", "O1: `fp8_lm_o1`; O2: `fp8_lm_o2`; O3: `fp8_lm_o3`", only=LEVELS,
                         aliases=("optimization_level",)),
 })  # fmt: skip
 BACKENDS: dict[str, Options] = {"TE": TE, "AO": AO, "MSAMP": MSAMP}
@@ -238,12 +238,7 @@ def _ao(what: str, values: dict[str, Any], distributed: str | None) -> Recipe:
 
 
 def _msamp(what: str, values: dict[str, Any], distributed: str | None) -> Recipe:
-    level = values["opt_level"]
-    raise RecipeError(
-        f"{what}: MS-AMP's opt_level={level!r} cannot be honoured: recipe 'fp8_lm_{level.lower()}' is not a part of "
-        "this version; meanwhile ng.DelayedScaling(amax_history_len=16) has products like MS-AMP's, with parameters, "
-        "gradients and optimizer states in float32"
-    )
+    return library.recipe(f"fp8_lm_{values['opt_level'].lower()}")
 
 
 _READERS: dict[str, Callable[[str, dict[str, Any], str | None], Recipe]] = {"TE": _te, "AO": _ao, "MSAMP": _msamp}
