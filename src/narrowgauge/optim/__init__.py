@@ -20,6 +20,7 @@ _HOMES = {
     "SGD": "sgd",
     "StateFormats": "formats",
     "override": "overrides",
+    "release_gradients": "release",
 }
 
 if TYPE_CHECKING:
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from narrowgauge.optim.lion import Lion
     from narrowgauge.optim.muon import Muon
     from narrowgauge.optim.overrides import override
+    from narrowgauge.optim.release import release_gradients
     from narrowgauge.optim.sgd import SGD
 
 __all__ = [
     "EMA", "SGD", "Adam", "AdamW", "Lion", "LossScaler", "LowPrecisionOptimizer", "Muon", "StateFormats", "StepGuard",
-    "clip_grad_norm_", "override",
+    "clip_grad_norm_", "override", "release_gradients",
 ]  # fmt: skip
 
 
