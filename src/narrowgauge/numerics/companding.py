@@ -105,7 +105,7 @@ def expansion_exponents(largest: Tensor, least: Tensor, fmt: Format) -> Tensor:
 
 def _bend(scaled: Tensor, fmt: Format, companding: Companding, exponents: Tensor | None) -> Tensor:
     if companding is SQUARE_ROOT:
-        return scaled.abs().sqrt().copysign(scaled)
+        return rounding.root(scaled.abs()).copysign(scaled)
     return _power(scaled, fmt, exponents, inverse=False) if companding is RANGE_EXPANSION else scaled
 
 

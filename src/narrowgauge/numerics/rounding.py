@@ -84,6 +84,14 @@ def round_stochastically(x: Tensor, fmt: Format, words: Tensor) -> Tensor:
     return torch.where(magnitude <= fmt.max, rounded, x)
 
 
+def root(x: Tensor) -> Tensor:
+    """The square root, of float32 correctly rounded: torch's own on a CPU is MKL's, an ulp off in places.
+
+    float64 stays as torch has it.
+    """
+    return x.double().sqrt().to(x.dtype)  # twice as many digits and more: the second rounding moves nothing
+
+
 def lifted(x: Tensor, where: Tensor, least: float) -> Tensor:
     """`x`, raised to the magnitude `least` (> 0) where it is smaller and `where` is True; -0 to -least, NaN stays.
 

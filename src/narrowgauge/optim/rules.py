@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.rounding import root
+
 
 class Adam(NamedTuple):
     """The numbers of one step of Adam (Kingma, Ba 2015, arXiv:1412.6980) or AdamW (Loshchilov, Hutter 2019,
@@ -107,7 +109,7 @@ def adam(p: Tensor, g: Tensor, moments: Moments, h: Adam) -> tuple[Tensor, Momen
     m = h.beta1 * m + h.one_minus_beta1 * g
     v = h.beta2 * v + h.one_minus_beta2 * (g * g)
     # tensor by tensor: by a scalar it may run as a product with the reciprocal
-    denominator = v.sqrt() / torch.full_like(v, h.sqrt_bias_correction2) + h.eps
+    denominator = root(v) / torch.full_like(v, h.sqrt_bias_correction2) + h.eps
     return p * h.decay - h.step_size * (m / denominator), (m, v)
 
 

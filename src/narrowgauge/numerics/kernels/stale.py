@@ -30,7 +30,12 @@ def drop_stale(indices: Iterable[Path], sources: Iterable[Path]) -> None:
 
 
 def drop_stale_kernels() -> None:
-    """`drop_stale` for the kernels of this folder, which use constants of `numerics`."""
-    here = Path(__file__).resolve().parent
+    """`drop_stale` for the kernels of this folder."""
     folder = Path(_probe.stats.cache_path)  # type: ignore[attr-defined]
-    drop_stale(folder.glob("numba_*.nbi"), [*here.glob("numba_*.py"), *here.parent.glob("*.py")])
+    drop_stale(folder.glob("numba_*.nbi"), sources())
+
+
+def sources() -> list[Path]:
+    """What the kernels of this folder are compiled from: they use constants of `numerics`."""
+    here = Path(__file__).resolve().parent
+    return [*here.glob("numba_*.py"), *here.parent.glob("*.py")]

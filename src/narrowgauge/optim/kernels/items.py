@@ -1,0 +1,124 @@
+"""Which steps the kernels take, and the row of the table that tells them of a parameter."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.numerics.companding import SQUARE_ROOT
+from narrowgauge.numerics.formats import E4M3FN, E5M2, INT8, UINT8
+from narrowgauge.numerics.granularity import Block
+from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO
+from narrowgauge.optim.kernels.table import RUN, Column, GradKind, MomentKind, ParamKind
+from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.update import Item
+from narrowgauge.recipes.cast_spec import CastSpec
+from narrowgauge.tensors.quantized import QuantizedTensor
+
+# how many moments the kernels of a rule know
+_MOMENTS = {Rule.ADAM: (2,), Rule.SGD: (0, 1), Rule.LION: (1,), Rule.MUON: (1,)}
+_MASTERS = {torch.int8: ParamKind.RESIDUAL, torch.int16: ParamKind.REMAINDER}
+_FLOATS = {torch.float32: 0, torch.bfloat16: 1}  # FLOAT and BFLOAT, as both kinds number them
+_GRADS = {E4M3FN: GradKind.E4M3, E5M2: GradKind.E5M2}
+
+
+class Moment(NamedTuple):
+    """A moment as a row tells of it. columns: of a row of tiles; width: of a tile; both 0 without tiles."""
+
+    kind: MomentKind
+    parts: tuple[Tensor, ...]  # values, or codes, scales and amax
+    columns: int
+    width: int
+
+
+def takes(rule: Rule, item: Item) -> bool:
+    """True where the kernels take the step of `item`, whose gradient is as it is now."""
+    return row_of(rule, item) is not None and grad_kind(item.grad) is not None
+
+
+def row_of(rule: Rule, item: Item) -> list[int] | None:
+    """The row of the table without the gradient's columns, or None where a kernel lacks one of the formats."""
+    kind = _param_kind(item)
+    moments = [_moment(stored, item.param) for stored in item.moments]
+    if kind is None or None in moments or len(moments) not in _MOMENTS[rule]:
+        return None
+    known = [moment for moment in moments if moment is not None]
+    shapes = {(moment.columns, moment.width) for moment in known if moment.width}
+    if len(shapes) > 1 or item.grad.numel() != item.param.numel():
+        return None
+    columns, width = shapes.pop() if shapes else (item.param.numel(), RUN)
+    if columns % width == 0:
+        columns = item.param.numel()  # rows of whole tiles are one long row
+    row = [0] * len(Column)
+    row[Column.PARAM_KIND], row[Column.PARAM] = kind, item.param.data_ptr()
+    row[Column.MASTER] = 0 if item.master is None else item.master.data_ptr()
+    row[Column.VALUES], row[Column.COLUMNS], row[Column.WIDTH] = item.param.numel(), columns, width
+    row[Column.STREAM] = item.stream
+    for at, moment in zip((Column.FIRST_KIND, Column.SECOND_KIND), known, strict=False):
+        row[at] = moment.kind
+        for offset, part in enumerate(moment.parts, 1):
+            row[at + offset] = part.data_ptr()
+    return row
+
+
+def parts_of(item: Item) -> list[Tensor]:
+    """The tensors whose addresses are in the row: what a step writes."""
+    parts = [item.param] if item.master is None else [item.param, item.master]
+    for stored in item.moments:
+        parts += (stored.codes, stored.dequant_scale, stored.amax) if isinstance(stored, QuantizedTensor) else (stored,)
+    return parts
+
+
+def grad_kind(grad: Tensor) -> GradKind | None:
+    """How a gradient is stored, or None where the kernels do not know it. Its strides do not matter."""
+    if isinstance(grad, QuantizedTensor):
+        is_whole = not grad.spec.in_blocks and grad.dequant_scale.numel() == 1 and _is_plain(grad.codes)
+        return _GRADS.get(grad.spec.format) if is_whole else None
+    return GradKind(_FLOATS[grad.dtype]) if grad.dtype in _FLOATS and _is_plain(grad) else None
+
+
+def _param_kind(item: Item) -> ParamKind | None:
+    param, master = item.param, item.master
+    if param.dtype not in _FLOATS or not _is_flat(param) or not param.numel():
+        return None
+    if master is not None:
+        suits = param.dtype is torch.bfloat16 and _is_flat(master) and master.shape == param.shape
+        return _MASTERS.get(master.dtype) if suits else None
+    if item.stochastic and param.dtype is torch.bfloat16:
+        return ParamKind.STOCHASTIC
+    return ParamKind(_FLOATS[param.dtype])
+
+
+def _moment(stored: Tensor, param: Tensor) -> Moment | None:
+    if stored.numel() != param.numel():
+        return None
+    if not isinstance(stored, QuantizedTensor):
+        suits = stored.dtype in _FLOATS and _is_flat(stored)
+        return Moment(MomentKind(1 + _FLOATS[stored.dtype]), (stored,), 0, 0) if suits else None
+    spec, columns = stored.spec, stored.codes.shape[-1] if stored.codes.ndim else 1
+    width = min(spec.granularity.columns or columns, columns)
+    kind = _square_root_kind(spec)
+    parts = (stored.codes, stored.dequant_scale, stored.amax)
+    tiles = stored.codes.numel() // columns * math.ceil(columns / width)
+    if kind is None or width > RUN or not all(map(_is_flat, parts)) or stored.dequant_scale.numel() != tiles:
+        return None
+    return Moment(kind, parts, columns, width)
+
+
+def _square_root_kind(spec: CastSpec) -> MomentKind | None:
+    if spec.companding is not SQUARE_ROOT or spec.granularity != Block(1, spec.granularity.columns):
+        return None
+    kinds = {(INT8, NEAREST_EVEN): MomentKind.SIGNED, (UINT8, NONZERO): MomentKind.UNSIGNED}
+    return kinds.get((spec.format, spec.rounding))
+
+
+def _is_plain(x: Tensor) -> bool:
+    """True for a tensor on the CPU that is its own memory."""
+    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.device.type == "cpu"
+
+
+def _is_flat(x: Tensor) -> bool:
+    return _is_plain(x) and x.is_contiguous()

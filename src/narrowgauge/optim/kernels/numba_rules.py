@@ -1,0 +1,95 @@
+"""The update rules of `optim.rules` over a run of values in float32 scratch memory, each one loop.
+
+p, g: parameter and gradient. m, v: moments, replaced by the new ones. new: the new parameter. h: the numbers of the
+step, in the order of the rule's tuple in `optim.rules`, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from narrowgauge.optim.kernels.numba_memory import load, standalone, store
+
+f32 = np.float32
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def join_decay(p: int, g: int, n: int, l2: float) -> None:
+    """g = g + l2 * p."""
+    standalone()
+    for i in range(n):
+        store(1, f32, g, i, f32(load(1, f32, g, i) + f32(l2 * load(0, f32, p, i))))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def adam(p: int, g: int, m: int, v: int, new: int, n: int, h: Any) -> None:
+    """Adam and AdamW, after `join_decay`."""
+    standalone()
+    beta1, rest1, beta2, rest2, correction, step_size, eps, decay = h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]
+    for i in range(n):
+        grad = load(1, f32, g, i)
+        first = f32(f32(beta1 * load(2, f32, m, i)) + f32(rest1 * grad))
+        second = f32(f32(beta2 * load(3, f32, v, i)) + f32(rest2 * f32(grad * grad)))
+        denominator = f32(f32(f32(np.sqrt(second)) / correction) + eps)
+        store(2, f32, m, i, first)
+        store(3, f32, v, i, second)
+        store(4, f32, new, i, f32(f32(load(0, f32, p, i) * decay) - f32(step_size * f32(first / denominator))))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def sgd(p: int, g: int, new: int, n: int, h: Any) -> None:
+    """SGD without momentum, after `join_decay`."""
+    standalone()
+    lr = h[0]
+    for i in range(n):
+        store(2, f32, new, i, f32(load(0, f32, p, i) - f32(lr * load(1, f32, g, i))))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def sgd_momentum(p: int, g: int, m: int, new: int, n: int, h: Any) -> None:
+    """SGD with momentum, after `join_decay`."""
+    standalone()
+    lr, momentum, rest, is_nesterov, is_first = h[0], h[1], h[2], h[3] != f32(0.0), h[5] != f32(0.0)
+    for i in range(n):
+        grad = load(1, f32, g, i)
+        first = grad if is_first else f32(f32(momentum * load(2, f32, m, i)) + f32(rest * grad))
+        update = f32(grad + f32(momentum * first)) if is_nesterov else first
+        store(2, f32, m, i, first)
+        store(3, f32, new, i, f32(load(0, f32, p, i) - f32(lr * update)))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def lion(p: int, g: int, m: int, new: int, n: int, h: Any) -> None:
+    """Lion."""
+    standalone()
+    lr, beta1, rest1, beta2, rest2, decay = h[0], h[1], h[2], h[3], h[4], h[5]
+    for i in range(n):
+        grad, old = load(1, f32, g, i), load(2, f32, m, i)
+        between = f32(f32(beta1 * old) + f32(rest1 * grad))
+        step = lr if between > f32(0.0) else (-lr if between < f32(0.0) else f32(0.0))
+        store(2, f32, m, i, f32(f32(beta2 * old) + f32(rest2 * grad)))
+        store(3, f32, new, i, f32(f32(load(0, f32, p, i) * decay) - step))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def muon(g: int, m: int, new: int, n: int, h: Any) -> None:
+    """Muon's momentum; new: the update, which is to be made orthogonal."""
+    standalone()
+    momentum, rest, is_nesterov = h[1], h[2], h[3] != f32(0.0)
+    for i in range(n):
+        grad = load(0, f32, g, i)
+        first = f32(f32(momentum * load(1, f32, m, i)) + f32(rest * grad))
+        store(1, f32, m, i, first)
+        store(2, f32, new, i, f32(f32(rest * grad) + f32(momentum * first)) if is_nesterov else first)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def descend(p: int, g: int, new: int, n: int, h: Any) -> None:
+    """new = p * decay - lr * g: the rest of Muon's step."""
+    standalone()
+    lr, decay = h[0], h[4]
+    for i in range(n):
+        store(2, f32, new, i, f32(f32(load(0, f32, p, i) * decay) - f32(lr * load(1, f32, g, i))))

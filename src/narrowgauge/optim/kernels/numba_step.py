@@ -1,0 +1,207 @@
+"""The optimizer step of many parameters in one call of Numba: read, update and write in one pass over memory.
+
+A run of values at a time is decoded to float32 scratch memory that stays in the first-level cache, stepped there, and
+encoded from there. What there is to do is said by a table of integers, see `table`, and one of the rule's numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from narrowgauge.numerics.kernels import numba_rows
+from narrowgauge.numerics.kernels.numba_bits import borrow, hold
+from narrowgauge.optim.kernels import numba_moments as moments
+from narrowgauge.optim.kernels import numba_parameters as parameters
+from narrowgauge.optim.kernels import numba_rules as rules
+from narrowgauge.optim.kernels import table as t
+from narrowgauge.optim.kernels.numba_memory import load, store
+
+i32, f32 = np.int32, np.float32
+
+RUN = t.RUN
+# 64 bytes apart from a multiple of the page, so that the arrays do not share lines of the cache
+_STRIDE = RUN + 16
+
+# Numba takes members of an enum for objects, plain numbers for constants
+_PARAM_KIND, _PARAM, _MASTER = int(t.Column.PARAM_KIND), int(t.Column.PARAM), int(t.Column.MASTER)
+_GRAD_KIND, _GRAD, _GRAD_SCALE = int(t.Column.GRAD_KIND), int(t.Column.GRAD), int(t.Column.GRAD_SCALE)
+_FIRST, _SECOND = int(t.Column.FIRST_KIND), int(t.Column.SECOND_KIND)
+_FIRST_AMAX, _SECOND_AMAX = int(t.Column.FIRST_AMAX), int(t.Column.SECOND_AMAX)
+_VALUES, _COLUMNS, _WIDTH, _STREAM = (
+    int(t.Column.VALUES), int(t.Column.COLUMNS), int(t.Column.WIDTH), int(t.Column.STREAM),
+)  # fmt: skip
+_FLOAT, _BFLOAT, _STOCHASTIC, _RESIDUAL = 0, 1, 2, 3
+_E4M3 = int(t.GradKind.E4M3)
+_NO_MOMENT, _FLOAT_MOMENT, _BFLOAT_MOMENT, _SIGNED = 0, 1, 2, 3
+_ADAM, _SGD, _LION, _MUON = 0, 1, 2, 3
+
+
+@njit(nogil=True, cache=True)
+def _load_param(row: Any, at: int, n: int, out: int) -> None:
+    kind = row[_PARAM_KIND]
+    if kind == _FLOAT:
+        parameters.load_float(row[_PARAM], at, n, out)
+    elif kind <= _STOCHASTIC:
+        parameters.load_bfloat(row[_PARAM], at, n, out)
+    elif kind == _RESIDUAL:
+        parameters.load_residual(row[_PARAM], row[_MASTER], at, n, out)
+    else:
+        parameters.load_remainder(row[_PARAM], row[_MASTER], at, n, out)
+
+
+@njit(nogil=True, cache=True)
+def _store_param(row: Any, at: int, n: int, old: int, new: int, words: Any, key: int) -> None:
+    kind = row[_PARAM_KIND]
+    if kind == _FLOAT:
+        parameters.store_float(new, row[_PARAM], at, n)
+    elif kind == _BFLOAT:
+        parameters.store_bfloat(new, row[_PARAM], at, n)
+    elif kind == _STOCHASTIC:
+        skipped = at % 4
+        numba_rows.draw_row(key, row[_STREAM], at // 4, words[: (skipped + n + 3) // 4 * 4])
+        parameters.store_stochastic(new, words.ctypes.data + 4 * skipped, row[_PARAM], at, n)
+    elif kind == _RESIDUAL:
+        parameters.store_residual(old, new, row[_PARAM], row[_MASTER], at, n)
+    else:
+        parameters.store_remainder(old, new, row[_PARAM], row[_MASTER], at, n)
+
+
+@njit(nogil=True, cache=True)
+def _load_grad(row: Any, at: int, n: int, out: int) -> None:
+    kind = row[_GRAD_KIND]
+    if kind == _FLOAT:
+        parameters.load_float(row[_GRAD], at, n, out)
+    elif kind == _BFLOAT:
+        parameters.load_bfloat(row[_GRAD], at, n, out)
+    elif kind == _E4M3:
+        parameters.load_e4m3(row[_GRAD], at, n, load(0, f32, row[_GRAD_SCALE], 0), out)
+    else:
+        parameters.load_e5m2(row[_GRAD], at, n, load(0, f32, row[_GRAD_SCALE], 0), out)
+
+
+@njit(nogil=True, cache=True)
+def _load_moment(row: Any, column: int, at: int, n: int, tile: int, out: int) -> None:
+    kind, codes, scales = row[column], row[column + 1], row[column + 2]
+    if kind == _FLOAT_MOMENT:
+        parameters.load_float(codes, at, n, out)
+    elif kind == _BFLOAT_MOMENT:
+        parameters.load_bfloat(codes, at, n, out)
+    elif kind == _SIGNED:
+        moments.load_signed(codes, scales, at, n, tile, row[_WIDTH], out)
+    elif kind != _NO_MOMENT:
+        moments.load_unsigned(codes, scales, at, n, tile, row[_WIDTH], out)
+
+
+@njit(nogil=True, cache=True)
+def _store_moment(row: Any, column: int, at: int, n: int, tile: int, values: int) -> int:
+    kind, codes, scales = row[column], row[column + 1], row[column + 2]
+    if kind == _FLOAT_MOMENT:
+        parameters.store_float(values, codes, at, n)
+    elif kind == _BFLOAT_MOMENT:
+        parameters.store_bfloat(values, codes, at, n)
+    elif kind == _SIGNED:
+        return moments.store_signed(values, n, row[_WIDTH], codes, scales, at, tile)
+    elif kind != _NO_MOMENT:
+        return moments.store_unsigned(values, n, row[_WIDTH], codes, scales, at, tile)
+    return i32(0)
+
+
+@njit(nogil=True, cache=True)
+def _update(rule: int, has_moment: bool, p: int, g: int, m: int, v: int, new: int, n: int, h: Any) -> None:
+    if rule == _ADAM:
+        if h[8] != f32(0.0):
+            rules.join_decay(p, g, n, h[8])
+        rules.adam(p, g, m, v, new, n, h)
+    elif rule == _SGD:
+        if h[4] != f32(0.0):
+            rules.join_decay(p, g, n, h[4])
+        if has_moment:
+            rules.sgd_momentum(p, g, m, new, n, h)
+        else:
+            rules.sgd(p, g, new, n, h)
+    elif rule == _LION:
+        rules.lion(p, g, m, new, n, h)
+    elif rule == _MUON:
+        rules.muon(g, m, new, n, h)
+    else:
+        rules.descend(p, g, new, n, h)
+
+
+@njit(nogil=True, cache=True)
+def step_tiles(
+    rule: int, row: Any, h: Any, first: int, last: int, key: int, words: Any, scratch: int, amax: Any
+) -> None:
+    """Step the tiles `first` to `last` of one parameter.
+
+    row: of the table. h: numbers of the rule, float32. words: int32 [RUN + 4]; scratch: address of 5 * _STRIDE values.
+    amax: int32 [2], raised to the largest magnitude, as bits, of new moments that have an amax.
+    """
+    columns, width = row[_COLUMNS], row[_WIDTH]
+    across = (columns + width - 1) // width
+    p, g, m = scratch, scratch + 4 * _STRIDE, scratch + 8 * _STRIDE
+    v, new = scratch + 12 * _STRIDE, scratch + 16 * _STRIDE
+    most_first, most_second = amax[0], amax[1]
+    tile = first
+    while tile < last:
+        in_row = tile % across
+        tiles = min(RUN // width, last - tile, across - in_row)
+        at = tile // across * columns + in_row * width
+        n = min(tiles * width, columns - in_row * width)
+        _load_param(row, at, n, p)
+        _load_grad(row, at, n, g)
+        _load_moment(row, _FIRST, at, n, tile, m)
+        _load_moment(row, _SECOND, at, n, tile, v)
+        _update(rule, row[_FIRST] != _NO_MOMENT, p, g, m, v, new, n, h)
+        most_first = max(most_first, _store_moment(row, _FIRST, at, n, tile, m))
+        most_second = max(most_second, _store_moment(row, _SECOND, at, n, tile, v))
+        _store_param(row, at, n, p, new, words, key)
+        tile += tiles
+    amax[0], amax[1] = most_first, most_second
+
+
+@njit(nogil=True, cache=True)
+def step_values(rule: int, table: Any, h: Any, starts: Any, first: int, last: int, key: int, amax: Any) -> None:
+    """Step the tiles that begin in values `first` to `last` of all parameters, laid end to end.
+
+    table: int64 [parameters, columns]. h: float32 [parameters, numbers]. starts: int64 [parameters + 1], how many
+    values lie before each. amax: int32 [parameters, 2].
+    """
+    words, memory = np.empty(RUN + 4, np.int32), np.empty(5 * _STRIDE, np.float32)
+    scratch, table, h, starts, amax = memory.ctypes.data, borrow(table), borrow(h), borrow(starts), borrow(amax)
+    some = borrow(words)
+    item = np.searchsorted(starts, first, side="right") - 1
+    while item < len(table) and starts[item] < last:
+        row = table[item]
+        columns, width = row[_COLUMNS], row[_WIDTH]
+        tiles = row[_VALUES] // columns * ((columns + width - 1) // width)
+        values = starts[item + 1] - starts[item]
+        # by proportion: whole tiles, and the same boundary seen from both sides
+        begin = (max(first, starts[item]) - starts[item]) * tiles // values
+        end = (min(last, starts[item + 1]) - starts[item]) * tiles // values
+        step_tiles(rule, row, h[item], begin, end, key, some, scratch, amax[item])
+        item += 1
+    hold((words, memory))
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def step_parallel(rule: int, table: Any, h: Any, starts: Any, chunks: int, key: int, amax: Any) -> None:
+    """`step_values` of everything in chunks, in parallel; amax: int32 [chunks, parameters, 2], zero."""
+    total = starts[len(table)]
+    size = (total + chunks - 1) // chunks
+    for c in prange(chunks):
+        step_values(rule, table, h, starts, min(c * size, total), min(c * size + size, total), key, amax[c])
+
+
+@njit(nogil=True, cache=True)
+def write_amax(table: Any, amax: Any) -> None:
+    """Write each moment's amax, the largest of those of the chunks."""
+    for item in range(len(table)):
+        for k, column in enumerate((_FIRST_AMAX, _SECOND_AMAX)):
+            if table[item, column] != 0:
+                largest = i32(0)
+                for c in range(len(amax)):
+                    largest = max(largest, amax[c, item, k])
+                store(0, i32, table[item, column], 0, largest)
