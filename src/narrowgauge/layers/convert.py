@@ -25,7 +25,7 @@ def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
     """Make the linear layers and norms of `model` run by `recipe`, in place.
 
     Parameters, buffers, hooks, ties and `requires_grad` are not touched; a module that is registered twice is converted
-    once. Only nn.Linear, ops.experts.GroupedLinear, nn.LayerNorm and nn.RMSNorm themselves are swapped: subclasses,
+    once. Only nn.Linear, ops.experts.GroupedLinear and torch's norms themselves are swapped: subclasses,
     parametrized layers and layers whose weight a hook computes are skipped and reported. Converting again by the same
     recipe changes nothing; by another one, the layers take it up and forget the scaling state of the first.
 

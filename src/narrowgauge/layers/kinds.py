@@ -8,14 +8,20 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from narrowgauge.layers import norm
 from narrowgauge.layers.grouped import GroupedLinear
 from narrowgauge.layers.linear import Linear
-from narrowgauge.layers.norm import LayerNorm, RMSNorm
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.ops import experts
 
 LINEARS: dict[type[nn.Module], type[RecipeLayer]] = {nn.Linear: Linear, experts.GroupedLinear: GroupedLinear}
-NORMS: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
+NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    getattr(nn, name): getattr(norm, name)
+    for name in (
+        "LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "InstanceNorm1d",
+        "InstanceNorm2d", "InstanceNorm3d",
+    )
+}  # fmt: skip
 
 
 class Kind(Enum):

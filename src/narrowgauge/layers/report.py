@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from narrowgauge.layers.grouped import GroupedLinear
-from narrowgauge.layers.kinds import Kind, kind_of, skip_reason
-from narrowgauge.layers.norm import LayerNorm, RMSNorm
+from narrowgauge.layers.kinds import NORMS, Kind, kind_of, skip_reason
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.ops.matmul import GEMMS
 from narrowgauge.recipes.spec import OPERAND_ROLES
@@ -103,7 +102,7 @@ def _row(name: str, module: nn.Module) -> Row | None:
         return Row(name, label, SKIPPED, "torch", skip_reason(module) or "")
     if kind is Kind.LINEAR:
         return Row(name, label, KEPT, "torch", "runs in its own dtype: nothing to convert, or not converted yet")
-    if isinstance(module, (LayerNorm, RMSNorm)):
+    if isinstance(module, tuple(NORMS.values())):
         return Row(name, label, CONVERTED, "torch", "statistics in float32")
     if kind is Kind.NORM or module._parameters:
         return Row(

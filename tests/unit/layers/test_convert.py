@@ -158,7 +158,7 @@ def test_requires_grad_survives_and_frozen_weights_stay(recipe: str, mlp) -> Non
         assert {name: p.requires_grad for name, p in module.named_parameters()} == wanted
 
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    ng.prepare(model, optimizer, recipe)
+    model, optimizer = ng.prepare(model, optimizer, recipe)
     check(model)
     trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     for _ in range(3):
