@@ -6,6 +6,7 @@ they are.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from types import CodeType
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConversionError
-from narrowgauge.layers import gradients
+from narrowgauge.layers import averaging, gradients
 from narrowgauge.layers.autocast import EmulatedProducts, emulates_products, torch_region
 from narrowgauge.layers.convert import device_of
 from narrowgauge.recipes.spec import Recipe
@@ -90,6 +91,10 @@ class PreciseApply:
                 owner._buffers[name] = old.to(new.device)
         gradients.renew(self.module)
         return self.module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreciseApply:
+        averaging.warn_of_rounding(self.module)
+        return PreciseApply(copy.deepcopy(self.module, memo))
 
 
 def install(model: nn.Module, recipe: Recipe, autocast: bool) -> AutocastForward | None:

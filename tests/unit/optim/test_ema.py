@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
@@ -211,3 +212,20 @@ def test_bad_input_is_refused() -> None:
         for what in (ema.update, ema.copy_to):
             with pytest.raises(ng.NarrowgaugeError, match="inside `with ema.applied"):
                 what()
+
+
+@pytest.mark.parametrize(("recipe", "form"), [("narrow8", "bfloat16"), ("fp8_lm_o3", "E4M3FN"), ("bf16", None)])
+def test_torchs_average_of_a_prepared_model_says_what_it_loses(recipe: str, form: str | None) -> None:  # case 47
+    model = network()
+    model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), recipe)
+    copy.deepcopy(model)  # which warns of nothing
+    if form is None:
+        averaged = AveragedModel(model)
+    else:
+        with pytest.warns(UserWarning, match=f"AveragedModel keeps.*'0.weight': {form}.*narrowgauge.optim.EMA"):
+            averaged = AveragedModel(model)
+    assert averaged.module.forward.module is averaged.module
+    for _ in range(2):
+        step(model, optimizer)
+        averaged.update_parameters(model)
+    assert averaged(torch.randn(2, 32)).isfinite().all() and int(averaged.n_averaged) == 2
