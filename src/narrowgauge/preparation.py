@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.errors import ConversionError, RecipeError
-from narrowgauge.layers import delayed, gradients, wrapping
+from narrowgauge.layers import delayed, fp8_loading, gradients, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
 from narrowgauge.layers.delayed import DelayedState
 from narrowgauge.layers.parameters import Stored, store
@@ -60,6 +60,7 @@ def prepare(
     - offload "cpu": moments and masters live on the host, and the step is taken there.
     - autocast True: the model's forward runs inside `autocast(recipe)`. False: place that yourself.
     - Floating buffers of the model keep their dtype under `.to(dtype)`, `.half()`, `.bfloat16()` and `.float()`.
+    - `model.load_state_dict` takes weights in FP8 with the scales beside them, see `load_weights`, and no bare codes.
 
     optimizer: torch's AdamW, Adam, SGD or Muon, or one of narrowgauge.optim, built from the model's parameters, or
     None. A deep or pickled copy of it skips nothing: prepare copies of model and optimizer together.
@@ -91,6 +92,7 @@ def prepare(
         if isinstance(layer, DelayedState):
             layer.rolls_at_step = False
     forward = wrapping.install(model, first, autocast)
+    fp8_loading.install(model)
     if optimizer is not None:
         schedule = Schedule(model, recipe, forward)
         _guard(model, optimizer, schedule, max_skips, schedule.go_to if later else None)

@@ -18,11 +18,17 @@ from narrowgauge.train.events import Event, RunStarted, Status, Warned, ignore
 from narrowgauge.train.loop import resume, run
 from narrowgauge.train.run_folder import RunFolder
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "bf16", "fp16_pure", "fp8_current", "tf32")]
+OFTEN = "narrow8"  # residuals, 8-bit gradients and moments; the others are left to the slow tests
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in (
+        "fp8_delayed", "fp16", "bf16", "fp16_pure", "fp8_current", "tf32", "fp8_lm_o2", "fp8_lm_o3", "narrow8_sr",
+    )
+]  # fmt: skip
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("recipe", ["fp8_delayed", *SLOW])
+@pytest.mark.parametrize("recipe", [OFTEN, *SLOW])
 def test_killed_at_any_step_and_resumed_is_the_same_run(recipe: str, make_config, start, ending) -> None:  # case 69
     changes = {"recipe": recipe, "steps": 40, "save_every": 7, "eval_every": 10, "accumulation": 2}
     whole = run(make_config("whole", **changes))
@@ -95,10 +101,37 @@ def test_the_journal_is_cut_back_to_the_checkpoint_first(make_config, ending) ->
     assert [row["step"] for row in contents.of_kind("resumed")] == [4]
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "bf16_pure"])
-def test_stochastic_rounding_goes_on_in_its_stream(recipe: str, make_config, ending) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16_pure", "narrow8_sr", "fp8_lm_o3"])
+def test_random_streams_and_narrow_states_go_on(recipe: str, make_config, ending) -> None:
     folder = RunFolder(run(make_config("a", recipe=recipe)).run_dir)
     expected = ending(folder.path)
+    resume(folder.path, checkpoint="step-000004")
+    assert ending(folder.path) == expected
+
+
+@pytest.mark.parametrize("option", [{"release_gradients": True}, {"offload": "cpu"}], ids=str)
+@pytest.mark.parametrize("recipe", ["narrow8", "narrow8_sr"])
+def test_the_optimizers_options_give_the_same_run_resumed_or_not(
+    recipe: str, option: dict[str, Any], make_config, ending
+) -> None:
+    # released gradients are clipped by the norm of the step before: 0 clips neither
+    changes = {"recipe": recipe, "clip": 0.0}
+    plain = ending(run(make_config("plain", **changes)).run_dir)
+    folder = RunFolder(run(make_config("a", **changes, optimizer={"lr": 1e-3, **option})).run_dir)
+    found = ending(folder.path)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert found.files[name] == plain.files[name]
+    assert [row[:2] for row in found.steps] == [row[:2] for row in plain.steps]
+    assert [row[2] for row in found.steps] == pytest.approx([row[2] for row in plain.steps], rel=1e-5)
+    resume(folder.path, checkpoint="step-000004")
+    assert ending(folder.path) == found
+
+
+def test_released_gradients_are_clipped_by_the_norm_before_also_after_a_resume(make_config, ending) -> None:
+    changes = {"clip": 0.05, "optimizer": {"lr": 1e-3, "release_gradients": True}}
+    folder = RunFolder(run(make_config("a", **changes)).run_dir)
+    expected = ending(folder.path)
+    assert all(row[2] > 0.05 for row in expected.steps)  # every step but the first is clipped
     resume(folder.path, checkpoint="step-000004")
     assert ending(folder.path) == expected
 

@@ -30,4 +30,4 @@ def _dequantize(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     state.update(wide.state)
     if wide.ignored:
         name, why = next(iter(wide.ignored.items()))
-        warnings.warn(f"{len(wide.ignored)} tensors were left out, the first '{name}': {why}", stacklevel=2)
+        warnings.warn(f"{len(wide.ignored)} of the tensors left out, the first '{name}': {why}", stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from narrowgauge.data.prepare import Dataset, prepare_data
 from narrowgauge.errors import CheckpointError
 from narrowgauge.models.gpt import GPT
 from narrowgauge.optim.guard import StepGuard
+from narrowgauge.optim.release import release_gradients
 from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.spec import Recipe
@@ -73,8 +75,11 @@ def assemble(config: TrainConfig, on_progress: Callable[[str], None]) -> Parts:
     stream = BatchStream(dataset.train, config.batch_size, sequence_length, config.seed)
     recipe = config.build_recipe().resolve(device)
     optimizer = build_optimizer(model, config.optimizer)
-    _, prepared = prepare(model, optimizer, recipe)
+    _, prepared = prepare(model, optimizer, recipe, offload=config.optimizer.offload)
     assert prepared is not None  # an optimizer was given
+    if config.optimizer.release_gradients:
+        # unclipped, the norm is still taken, for the journal
+        release_gradients(prepared, config.clip or math.inf)
     # one more than the run's limit: `Watch` stops the run, after the last skip is in the journal
     max_skips = config.max_skips + 1
     guard = StepGuard.on(prepared)

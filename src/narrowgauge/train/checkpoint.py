@@ -150,7 +150,10 @@ def _load_model(path: Path, model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"state": optimizer.state_dict(), "parameters": _parameter_names(model, optimizer)}
+    state = optimizer.state_dict()
+    # the order in which parameters got their states is no part of them: equal states give equal files
+    state = {**state, "state": dict(sorted(state["state"].items()))}
+    return {"state": state, "parameters": _parameter_names(model, optimizer)}
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -16,6 +16,7 @@ import yaml
 
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim.guard import MAX_SKIPS
+from narrowgauge.optim.replace import needs_own
 from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.parse import build, read_yaml
@@ -45,7 +46,8 @@ class TrainConfig:
         divergence: when to give up.
         recipe: name of the precision recipe, see `narrowgauge chart`.
         recipe_fields: fields of the recipe to change, e.g. {tf32: true}.
-        switches: recipes to go on with, e.g. [{after_step: 180, recipe: bf16}]; each may have recipe_fields.
+        switches: recipes to go on with, which store the same, e.g. after fp8_delayed [{after_step: 180, recipe: bf16}];
+            each may have recipe_fields.
         batch_size: sequences a micro-batch.
         sequence_length: tokens a sequence; 0 takes the model's context.
         accumulation: micro-batches an optimizer step.
@@ -76,7 +78,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    recipe: str = "fp8_delayed"
+    recipe: str = "narrow8"
     recipe_fields: dict[str, Any] = field(default_factory=dict)
     switches: list[SwitchConfig] = field(default_factory=list)
     batch_size: int = 16
@@ -125,13 +127,36 @@ class TrainConfig:
             key = f"switches.{at}.after_step"
             expected = f"a step between the first and the last, 1 to {self.steps - 1}"
             _require(1 <= switch.after_step < self.steps, key, switch.after_step, expected)
-        self.build_recipe()
+        self._check_optimizer(self.build_recipe())
         self.data.build()
         context = self.model.build(self.data.vocab_size).context
         if self.sequence_length > context:
             raise ConfigError(
                 f"sequence_length={self.sequence_length}: expected at most the model's context, {context}: "
                 "shorten the sequence, or raise model.context"
+            )
+
+    def _check_optimizer(self, recipe: Recipe) -> None:
+        """Raise ConfigError where the optimizer's options do not fit the recipe or the others."""
+        offload = self.optimizer.offload
+        _require(offload in (None, HOST), "optimizer.offload", offload, f"{HOST} or null")
+        if not self.optimizer.release_gradients:
+            return
+        key = "optimizer.release_gradients"
+        if self.accumulation != 1:
+            raise ConfigError(
+                f"{key}=True with accumulation={self.accumulation}: expected accumulation=1, since a gradient that is "
+                "used at once cannot be added to: change one of them"
+            )
+        if recipe.resolve(self.torch_device()).needs_loss_scaling:
+            raise ConfigError(
+                f"{key}=True with recipe '{recipe.name}': expected a recipe without loss scaling, which has to see all "
+                "gradients before the step: use narrow8"
+            )
+        if not needs_own(recipe) and offload is None:
+            raise ConfigError(
+                f"{key}=True with recipe '{recipe.name}', whose step torch takes for all parameters at once: expected "
+                "a recipe of 8-bit states: use narrow8"
             )
 
     def build_recipe(self) -> Recipe:
@@ -174,6 +199,7 @@ class TrainConfig:
         return cls.from_dict(values or {})
 
 
+HOST = "cpu"
 _DEVICES = ("auto", "cpu", "cuda")
 _AT_LEAST_ONE = (
     "batch_size", "accumulation", "steps", "eval_batches", "keep_last", "log_every", "max_skips",

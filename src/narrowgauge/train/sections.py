@@ -111,7 +111,10 @@ class OptimizerConfig:
         beta2: decay of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, on matrices.
-        fused: torch's fused kernel.
+        fused: torch's fused kernel, where the recipe leaves the step to torch.
+        release_gradients: step each parameter inside backward, and drop its gradient; needs accumulation 1 and a recipe
+            of 8-bit states. `clip` then goes by the norm of the step before.
+        offload: cpu keeps moments and masters on the host, and takes the step there; null: beside the parameters.
     """
 
     lr: float = 2e-3
@@ -120,6 +123,8 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     fused: bool = True
+    release_gradients: bool = False
+    offload: str | None = None
 
 
 @dataclass

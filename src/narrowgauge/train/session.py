@@ -128,7 +128,7 @@ class Session:
         measured = SavedActivations(parts.model) if self.ledger is None and not config.compile else None
 
         def count_bytes() -> None:
-            if self.ledger is None and any(p.grad is not None for p in parts.model.parameters()):  # not skipped
+            if self.ledger is None:
                 self.ledger = ledger(parts.model, parts.optimizer, activation=measured.bytes if measured else None)
 
         with counted as statistics, self._eager() if is_sampled else nullcontext():

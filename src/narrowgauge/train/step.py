@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.layers.gradients import accumulate
 from narrowgauge.optim.clip import clip_grad_norm_
+from narrowgauge.optim.guard import StepGuard
+from narrowgauge.optim.release import GradientRelease
 from narrowgauge.optim.scaler import LossScaler
 
 Batch = tuple[Tensor, Tensor]  # ids, targets: int64 [batch_size, sequence_length]
@@ -42,37 +45,55 @@ def optimizer_step(
 ) -> StepResult:
     """Run forward and backward over `batches`, then one step of the optimizer.
 
-    The gradient is the mean over the micro-batches, summed in float32 (the parameters' gradients are float32). The
-    order is: sum, unscale once, clip by the real norm, step. Gradients are None afterwards.
+    The gradient is the mean over the micro-batches, summed in float32 and cast once to what the recipe keeps; of a
+    single micro-batch each gradient is cast as soon as it is there. The order is: sum, unscale once, clip by the real
+    norm, step. Gradients are None afterwards.
+
+    Where gradients are released (`optim.release_gradients`), each parameter is stepped within backward: then there is
+    one micro-batch, `clip` has been given to `release_gradients`, and it goes by the norm of the step before.
 
     Args:
         model: `model(ids, targets)` returns (logits, loss); prepared, so that it runs under its recipe's autocast.
         optimizer: prepared: it skips by itself where a gradient is not finite.
         clip: largest norm; 0 measures only.
         first_forward: a context around the first micro-batch's forward pass, to measure in; None: none.
-        before_zero_grad: called when the step is done and the gradients are still there.
+        before_zero_grad: called when the step was taken and the gradients that there are, are still there.
 
     Raises:
         DivergenceError: from the optimizer or the scaler, after too many skipped steps in a row.
     """
     total: Tensor | None = None
-    for index, (ids, targets) in enumerate(batches):
-        with first_forward if first_forward and index == 0 else nullcontext():
-            _, loss = model(ids, targets)
-        scaler.scale(loss / len(batches)).backward()
-        total = loss.detach() if total is None else total + loss.detach()
+    with accumulate(model) if len(batches) > 1 else nullcontext():
+        for index, (ids, targets) in enumerate(batches):
+            with first_forward if first_forward and index == 0 else nullcontext():
+                _, loss = model(ids, targets)
+            scaler.scale(loss / len(batches)).backward()
+            total = loss.detach() if total is None else total + loss.detach()
     assert total is not None  # accumulation is at least 1
-    scaler.unscale_(optimizer)
-    norm = clip_grad_norm_(list(model.parameters()), clip or math.inf)
-    grad_norm = float(norm)
-    bad_parameter = "" if math.isfinite(grad_norm) else first_bad_gradient(model)
-    scaler.step(optimizer)
-    scaler.update()
-    if before_zero_grad is not None:
+    release = GradientRelease.on(optimizer)
+    if release is not None:
+        grad_norm, bad_parameter = _end_released(optimizer, release)
+    else:
+        scaler.unscale_(optimizer)
+        grad_norm = float(clip_grad_norm_(list(model.parameters()), clip or math.inf))
+        bad_parameter = "" if math.isfinite(grad_norm) else first_bad_gradient(model)
+        scaler.step(optimizer)
+        scaler.update()
+    skipped = bool(getattr(optimizer, "step_was_skipped", False))
+    if before_zero_grad is not None and not skipped:
         before_zero_grad()
     optimizer.zero_grad(set_to_none=True)
-    skipped = bool(getattr(optimizer, "step_was_skipped", False))
     return StepResult(float(total) / len(batches), grad_norm, skipped, bad_parameter)
+
+
+def _end_released(optimizer: torch.optim.Optimizer, release: GradientRelease) -> tuple[float, str]:
+    """End a step whose parameters were stepped within backward: (norm, first bad parameter), as in StepResult."""
+    guard = StepGuard.on(optimizer)
+    assert guard is not None  # gradient release attaches one where there is none
+    bad_parameter = guard.bad_parameter
+    optimizer.step()
+    norm = math.nan if bad_parameter or release.previous_norm is None else float(release.previous_norm)
+    return norm, bad_parameter
 
 
 def first_bad_gradient(model: nn.Module) -> str:
