@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.kernels.paths import has_gpu_kernels
 from narrowgauge.numerics.kernels.tracing import is_traced
 
@@ -56,6 +57,20 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
             "columns of the tensor that was packed"
         )
     return torch.ops.narrowgauge.unpack(packed, bits, columns) if is_traced(packed) else _unpack(packed, bits, columns)
+
+
+def pack_codes(codes: Tensor, fmt: Format) -> Tensor:
+    """Codes of a format of 4 or 6 bits, one a byte, packed along their rows: `pack` of whatever dtype they have."""
+    return pack(codes.view(torch.uint8), fmt.bits)
+
+
+def unpack_codes(packed: Tensor, fmt: Format, columns: int) -> Tensor:
+    """The inverse of `pack_codes`: of `fmt.dtype`, in two's complement of a byte where the format is of integers."""
+    codes = unpack(packed, fmt.bits, columns)
+    if fmt.dtype is not torch.int8:
+        return codes
+    sign = 1 << (fmt.bits - 1)
+    return (codes.view(torch.int8) ^ sign) - sign
 
 
 def pack_in_torch(codes: Tensor, bits: int) -> Tensor:

@@ -52,9 +52,10 @@ class QuantizedTensor(Tensor):
     codes: of `spec.format.dtype` (formats below 8 bits: one code a byte), of any strides. dequant_scale: for a spec per
     tensor 0-dimensional float32; else one entry a tile, [*batch, down, across] ([across] for a vector), in the dtype
     that the rule stores: float32, float8_e8m0fnu, or NVFP4's float8_e4m3fn, a byte of which stands for
-    byte * amax / 2688. amax: 0-dimensional float32, an upper bound of the source's magnitudes, infinite or NaN where it
-    held such values, and by default what follows from the scales (NVFP4: the source's amax, which must be given). The
-    tensors given are kept, not copied. Raises NarrowgaugeError for tensors that do not fit `spec`.
+    byte * amax / 2688. Under RANGE_EXPANSION an entry is a pair in a last dimension of two: scale and exponent. amax:
+    0-dimensional float32, an upper bound of the source's magnitudes, infinite or NaN where it held such values, and by
+    default what follows from the scales (NVFP4: the source's amax, which must be given). The tensors given are kept,
+    not copied. Raises NarrowgaugeError for tensors that do not fit `spec`.
     """
 
     codes: Tensor
@@ -127,7 +128,8 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """A plain tensor of `codes * dequant_scale`, in `dtype` (default: the dtype that this one stands for).
 
-        With scales of tiles, each code times that of its tile (NVFP4: times byte * amax * fl(1/2688), in this order).
+        With scales of tiles, each code times that of its tile (NVFP4: times byte * amax * fl(1/2688), in this order);
+        a companded code stands for what its curve says, see `numerics.companding`.
 
         Multiplied in float32 and rounded once. Gradients flow through it unchanged.
         """
@@ -138,7 +140,7 @@ class QuantizedTensor(Tensor):
 
         Raises NarrowgaugeError for formats of whole bytes: their codes are packed as they are.
         """
-        return packing.pack(self.codes, self.spec.format.bits)
+        return packing.pack_codes(self.codes, self.spec.format)
 
     @classmethod
     def from_packed(
@@ -151,7 +153,7 @@ class QuantizedTensor(Tensor):
         amax: Tensor | None = None,
     ) -> QuantizedTensor:
         """The tensor whose `packed()` codes, of that many columns, these are; the rest as for the class itself."""
-        return cls(packing.unpack(packed, spec.format.bits, columns), dequant_scale, spec, dtype, amax)
+        return cls(packing.unpack_codes(packed, spec.format, columns), dequant_scale, spec, dtype, amax)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

@@ -81,8 +81,8 @@ class ReadOnlyView(Tensor):
         part = self.part if func is torch.ops.aten.view.dtype else func(self.part, *args[1:], **kwargs)
         with torch.inference_mode(self.is_inference()):
             if isinstance(part, (list, tuple)):
-                return type(part)(ReadOnlyView(self.source, p) for p in part)
-            return ReadOnlyView(self.source, part)
+                return type(part)(type(self)(self.source, p) for p in part)
+            return type(self)(self.source, part)
 
     def _refuse(self, what: str) -> NoReturn:
         raise NarrowgaugeError(
