@@ -74,7 +74,7 @@ class LowPrecisionState(FormattedOptimizer):
         self._take_up(p, state)
         master = state.get(MASTER)
         values = read(p, None if master is None else master.to(p.device))
-        return values.clone() if values.data_ptr() == p.data_ptr() else values
+        return values.clone() if any(_shares_memory(values, held) for held in (p, master)) else values
 
     @torch.no_grad()
     def set_values(self, p: Tensor, values: Tensor) -> None:
@@ -270,3 +270,7 @@ class LowPrecisionState(FormattedOptimizer):
         for p in self.parameters():
             if p in self.state:
                 self._mark(p)
+
+
+def _shares_memory(values: Tensor, held: Tensor | None) -> bool:
+    return type(held) in (Tensor, torch.nn.Parameter) and held.data_ptr() == values.data_ptr()  # type: ignore[union-attr]

@@ -80,11 +80,15 @@ def write_parameter(item: Item, old: Tensor, new: Tensor, key: Tensor | None) ->
         for stored, values in zip((param, master), split(new), strict=True):
             stored.copy_(torch.where(changed, values, stored))
         return
+    quantized = isinstance(param, QuantizedTensor)
+    # on a GPU, `write` compares without waiting; here, before the master is written, which `old` may be
+    unchanged = quantized and param.device.type == "cpu" and torch.equal(old, new)
     if master is not None:
         storage.overwrite(master, new, keep_unchanged=True)
         new = storage.decode(master, param.shape)
     if isinstance(param, QuantizedTensor):
-        _rewrite(param, old, new)
+        if not unchanged:
+            write(param, new, keep_unchanged=param.device.type != "cpu")
     elif item.stochastic and param.dtype is torch.bfloat16:
         assert key is not None  # the optimizer draws one where an item is stochastic
         rounded = kernels.quantize(new, None, BF16, key=key.to(param.device), stream=item.stream).codes
@@ -92,11 +96,3 @@ def write_parameter(item: Item, old: Tensor, new: Tensor, key: Tensor | None) ->
         param.copy_(rounded)
     else:
         param.copy_(new)
-
-
-def _rewrite(param: QuantizedTensor, old: Tensor, new: Tensor) -> None:
-    """Cast `new` into `param`, from all of its digits; the scale stays, too, where it equals `old`."""
-    if param.device.type != "cpu":
-        write(param, new)  # compares without waiting for the device
-    elif not torch.equal(old, new):
-        write(param, new, keep_unchanged=False)
