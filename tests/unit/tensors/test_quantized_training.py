@@ -29,7 +29,7 @@ def test_optimizers_update_the_codes(spec: CastSpec, name: str) -> None:
     plain = nn.Parameter(values(module.weight).clone())
     weight, x = module.weight, torch.randn(16, 8)
     # a step's error: one rounding of a weight for the decay and one for the step
-    step_error = (2**-4 if spec is FP8 else 2**-11) * 2
+    step_error = 2.0 ** -(spec.format.mantissa_bits + 1) * 2
     for parameter, linear in ((weight, module), (plain, None)):
         optimizer = OPTIMIZERS[name]([parameter])
         for _ in range(3):
