@@ -48,7 +48,7 @@ def total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 
 def _norm_in(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     device = grads[0].device
-    quantized = [g for g in grads if isinstance(g, QuantizedTensor)]
+    quantized: list[Tensor] = [g for g in grads if isinstance(g, QuantizedTensor)]
     parts = [_norm_of(g, norm_type, dtype) for g in grads if not isinstance(g, QuantizedTensor)]
     if quantized:  # together: there may be thousands
         parts += torch._foreach_norm(quantized, norm_type, dtype=dtype)

@@ -19,18 +19,23 @@ aten = torch.ops.aten
 
 
 def _vector_norm(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    q, order, dim, _ = (*args, *(2, None, False)[len(args) - 1 :])
+    q: Any = args[0]
+    order, dim = _argument(args, kwargs, 1, "ord", 2), _argument(args, kwargs, 2, "dim", None)
+    keeps_dims = _argument(args, kwargs, 3, "keepdim", False)
     dims = range(q.ndim) if dim is None else {d % max(q.ndim, 1) for d in dim}
-    if kwargs.get("out") is not None or len(dims) != q.ndim or args[3:4] == (True,) or not _can_count(q, order):
+    if keeps_dims or len(dims) != q.ndim or not _can_count(q, order):
         return NotImplemented
     return _norms_of([q], order)[0].to(kwargs.get("dtype") or q.dtype)
+
+
+def _argument(args: tuple, kwargs: dict[str, Any], at: int, name: str, default: Any) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, default)
 
 
 def _foreach_norm(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """As a list of vector norms, in one go for all tensors whose codes can be counted."""
     tensors: Sequence[Any] = args[0]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    order, dtype = _argument(args, kwargs, 1, "ord", 2), _argument(args, kwargs, 2, "dtype", None)
     counted = [isinstance(x, cls) and _can_count(x, order) for x in tensors]
     others = [x for x, is_counted in zip(tensors, counted, strict=True) if not is_counted]
     plain = iter(
