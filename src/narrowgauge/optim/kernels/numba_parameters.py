@@ -15,9 +15,10 @@ from narrowgauge.optim.kernels.numba_memory import load, standalone, store
 i8, i16, i32, f32 = np.int8, np.int16, np.int32, np.float32
 u8, u16 = np.uint8, np.uint16
 
-# r / 127, correctly rounded for every residual, without a division: the product with the upper digits is exact
-_UPPER = f32(int(2**20 / 127) / 2**20)
-_LOWER = f32(1 / 127 - float(_UPPER))
+# r / 127 * 2^-8, correctly rounded for every residual, without a division: the product with the upper digits is exact
+_UPPER = f32(int(2**20 / 127) / 2**28)
+_LOWER = f32(1 / 127 / 2**8 - float(_UPPER))
+_NORMAL, _LAST_POWER = i32(0x00800000), i32(0x7F000000)
 _MAGIC = f32(12582912.0)  # 1.5 * 2^23: added to a small number, it rounds it to a whole one, ties to even
 _STEP = f32(16256.0)  # 127 * 2^7
 
@@ -39,15 +40,20 @@ def load_bfloat(source: int, at: int, n: int, out: int) -> None:
 
 
 @njit(nogil=True, cache=True)
+def e4m3(code: int) -> float:
+    """The value of an E4M3 code (int16), read as float16 of a 256th."""
+    magnitude = i16(code & i16(0x7F))
+    half = i16(0x7E00) if magnitude == i16(0x7F) else i16(magnitude << i16(7))
+    sign = i16(i16(code & i16(0x80)) << i16(8))
+    return f32(widen(i16(half | sign)) * f32(256.0))
+
+
+@njit(nogil=True, cache=True)
 def load_e4m3(source: int, at: int, n: int, scale: float, out: int) -> None:
-    """out = E4M3 values * scale, read as float16 of a 256th."""
+    """out = E4M3 values * scale."""
     standalone()
     for i in range(n):
-        code = i16(load(0, u8, source, at + i))
-        magnitude = i16(code & i16(0x7F))
-        half = i16(0x7E00) if magnitude == i16(0x7F) else i16(magnitude << i16(7))
-        sign = i16(i16(code & i16(0x80)) << i16(8))
-        store(1, f32, out, i, f32(f32(widen(i16(half | sign)) * f32(256.0)) * f32(scale)))
+        store(1, f32, out, i, f32(e4m3(i16(load(0, u8, source, at + i))) * f32(scale)))
 
 
 @njit(nogil=True, cache=True)
@@ -59,22 +65,39 @@ def load_e5m2(source: int, at: int, n: int, scale: float, out: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _half_ulp_field(hi: int) -> int:
-    """The exponent field of a bfloat16 value given as float32 bits, that of subnormals 1."""
-    return max(i32(shift_right(hi, i32(23)) & i32(0xFF)), i32(1))
+def _power_of(hi: int) -> int:
+    """The bits of the power of two of a bfloat16 value given as float32 bits, of subnormals the smallest normal one.
+
+    Its ulp is 2^-7 of that.
+    """
+    return max(i32(hi & INFINITY), _NORMAL)
+
+
+@njit(nogil=True, cache=True)
+def joined(hi: int, r: float) -> float:
+    """hi + r / 127 * half_ulp(hi), see `numerics.residual.join`. hi: float32 bits; r: the residual, float32."""
+    share = f32(f32(r * _UPPER) + f32(r * _LOWER))
+    power = min(_power_of(hi), _LAST_POWER)  # beside infinity the residual is 0
+    return f32(float_of(hi) + f32(share * float_of(power)))
+
+
+@njit(nogil=True, cache=True)
+def residual_of(x: float, hi: int) -> int:
+    """The residual of x beside its bfloat16 bits `hi`, in the low 8 bits, see `numerics.residual.split`."""
+    wide = i32(hi << i32(16))
+    power = _power_of(wide)
+    # exact: the difference in units of 2^-16 of half_ulp(hi), and its product with 127
+    steps = f32(f32(f32(x - float_of(wide)) * float_of(i32(INFINITY - power))) * _STEP)
+    return i32(0) if power == INFINITY else bits_of(f32(steps + _MAGIC))
 
 
 @njit(nogil=True, cache=True)
 def load_residual(source: int, master: int, at: int, n: int, out: int) -> None:
-    """out = hi + r / 127 * half_ulp(hi), see `numerics.residual.join`."""
+    """out = `joined` values."""
     standalone()
     for i in range(n):
         hi = i32(i32(load(0, u16, source, at + i)) << i32(16))
-        r = f32(load(1, i8, master, at + i))
-        share = f32(f32(r * _UPPER) + f32(r * _LOWER))
-        # in two exact steps, for half a unit in the last place may be subnormal; a residual of infinity is 0
-        unit = f32(float_of(i32(min(_half_ulp_field(hi), i32(254)) << i32(23))) * f32(2.0**-8))
-        store(2, f32, out, i, f32(float_of(hi) + f32(share * unit)))
+        store(2, f32, out, i, joined(hi, f32(load(1, i8, master, at + i))))
 
 
 @njit(nogil=True, cache=True)
@@ -87,10 +110,10 @@ def load_remainder(source: int, master: int, at: int, n: int, out: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _rounded(bits: int) -> int:
+def rounded(bits: int) -> int:
     """Bits of bfloat16 to nearest even, from those of float32."""
-    rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
-    return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
+    upper = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
+    return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else upper
 
 
 @njit(nogil=True, cache=True)
@@ -106,7 +129,7 @@ def store_bfloat(new: int, target: int, at: int, n: int) -> None:
     """target = new, in bfloat16 to nearest even."""
     standalone()
     for i in range(n):
-        store(1, u16, target, at + i, u16(_rounded(bits_of(load(0, f32, new, i)))))
+        store(1, u16, target, at + i, u16(rounded(bits_of(load(0, f32, new, i)))))
 
 
 @njit(nogil=True, cache=True)
@@ -130,15 +153,9 @@ def store_residual(old: int, new: int, target: int, master: int, at: int, n: int
     for i in range(n):
         x = load(1, f32, new, i)
         is_same = load(0, f32, old, i) == x
-        hi = _rounded(bits_of(x))
-        wide = i32(hi << i32(16))
-        field = _half_ulp_field(wide)
-        # exact: the difference in units of 2^-16 of half_ulp(hi), and its product with 127
-        steps = f32(f32(f32(x - float_of(wide)) * float_of(i32(i32(i32(255) - field) << i32(23)))) * _STEP)
-        r = i32(bits_of(f32(steps + _MAGIC)) - bits_of(_MAGIC))
-        r = i32(0) if field == i32(255) else r
+        hi = rounded(bits_of(x))
         store(2, u16, target, at + i, load(2, u16, target, at + i) if is_same else u16(hi))
-        store(3, i8, master, at + i, load(3, i8, master, at + i) if is_same else i8(r))
+        store(3, i8, master, at + i, load(3, i8, master, at + i) if is_same else i8(residual_of(x, hi)))
 
 
 @njit(nogil=True, cache=True)

@@ -14,6 +14,7 @@ from numba import njit, prange
 from narrowgauge.numerics.kernels import numba_rows
 from narrowgauge.numerics.kernels.numba_bits import borrow, hold
 from narrowgauge.optim.kernels import numba_moments as moments
+from narrowgauge.optim.kernels import numba_narrow
 from narrowgauge.optim.kernels import numba_parameters as parameters
 from narrowgauge.optim.kernels import numba_rules as rules
 from narrowgauge.optim.kernels import table as t
@@ -96,7 +97,7 @@ def _load_moment(row: Any, column: int, at: int, n: int, tile: int, out: int) ->
 
 
 @njit(nogil=True, cache=True)
-def _store_moment(row: Any, column: int, at: int, n: int, tile: int, values: int) -> int:
+def _store_moment(row: Any, column: int, at: int, n: int, tile: int, values: int, root: int) -> int:
     kind, codes, scales = row[column], row[column + 1], row[column + 2]
     if kind == _FLOAT_MOMENT:
         parameters.store_float(values, codes, at, n)
@@ -105,16 +106,21 @@ def _store_moment(row: Any, column: int, at: int, n: int, tile: int, values: int
     elif kind == _SIGNED:
         return moments.store_signed(values, n, row[_WIDTH], codes, scales, at, tile)
     elif kind != _NO_MOMENT:
-        return moments.store_unsigned(values, n, row[_WIDTH], codes, scales, at, tile)
+        return moments.store_unsigned(values, root, n, row[_WIDTH], codes, scales, at, tile)
     return i32(0)
 
 
 @njit(nogil=True, cache=True)
-def _update(rule: int, has_moment: bool, p: int, g: int, m: int, v: int, new: int, n: int, h: Any) -> None:
+def _update(
+    rule: int, has_moment: bool, p: int, g: int, m: int, v: int, root: int, new: int, n: int, h: Any
+) -> None:  # fmt: skip
     if rule == _ADAM:
         if h[8] != f32(0.0):
             rules.join_decay(p, g, n, h[8])
-        rules.adam(p, g, m, v, new, n, h)
+        if rules.LEAST_CORRECTION <= h[4] <= f32(1.0):
+            rules.adam(p, g, m, v, root, new, n, h)
+        else:
+            rules.adam_dividing(p, g, m, v, root, new, n, h)
     elif rule == _SGD:
         if h[4] != f32(0.0):
             rules.join_decay(p, g, n, h[4])
@@ -131,20 +137,39 @@ def _update(rule: int, has_moment: bool, p: int, g: int, m: int, v: int, new: in
 
 
 @njit(nogil=True, cache=True)
+def _is_narrow(rule: int, row: Any, h: Any) -> bool:
+    return (
+        rule == _ADAM and row[_PARAM_KIND] == _RESIDUAL and row[_GRAD_KIND] == _E4M3 and row[_FIRST] == _SIGNED
+        and row[_SECOND] > _SIGNED and h[8] == f32(0.0) and rules.LEAST_CORRECTION <= h[4] <= f32(1.0)
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
 def step_tiles(
     rule: int, row: Any, h: Any, first: int, last: int, key: int, words: Any, scratch: int, amax: Any
 ) -> None:
     """Step the tiles `first` to `last` of one parameter.
 
-    row: of the table. h: numbers of the rule, float32. words: int32 [RUN + 4]; scratch: address of 5 * _STRIDE values.
+    row: of the table. h: numbers of the rule, float32. words: int32 [RUN + 4]; scratch: address of 6 * _STRIDE values.
     amax: int32 [2], raised to the largest magnitude, as bits, of new moments that have an amax.
     """
     columns, width = row[_COLUMNS], row[_WIDTH]
     across = (columns + width - 1) // width
     p, g, m = scratch, scratch + 4 * _STRIDE, scratch + 8 * _STRIDE
-    v, new = scratch + 12 * _STRIDE, scratch + 16 * _STRIDE
+    v, root, new = scratch + 12 * _STRIDE, scratch + 16 * _STRIDE, scratch + 20 * _STRIDE
     most_first, most_second = amax[0], amax[1]
     tile = first
+    if _is_narrow(rule, row, h):
+        while tile < last:
+            in_row = tile % across
+            at = tile // across * columns + in_row * width
+            n = min(width, columns - in_row * width)
+            largest = numba_narrow.step_tile(
+                row[_PARAM], row[_MASTER], row[_GRAD], row[_FIRST + 1], row[_FIRST + 2], row[_SECOND + 1],
+                row[_SECOND + 2], at, n, tile, load(0, f32, row[_GRAD_SCALE], 0), h, scratch, 4 * _STRIDE,
+            )  # fmt: skip
+            most_first, most_second = max(most_first, largest[0]), max(most_second, largest[1])
+            tile += 1
     while tile < last:
         in_row = tile % across
         tiles = min(RUN // width, last - tile, across - in_row)
@@ -154,9 +179,9 @@ def step_tiles(
         _load_grad(row, at, n, g)
         _load_moment(row, _FIRST, at, n, tile, m)
         _load_moment(row, _SECOND, at, n, tile, v)
-        _update(rule, row[_FIRST] != _NO_MOMENT, p, g, m, v, new, n, h)
-        most_first = max(most_first, _store_moment(row, _FIRST, at, n, tile, m))
-        most_second = max(most_second, _store_moment(row, _SECOND, at, n, tile, v))
+        _update(rule, row[_FIRST] != _NO_MOMENT, p, g, m, v, root, new, n, h)
+        most_first = max(most_first, _store_moment(row, _FIRST, at, n, tile, m, root))
+        most_second = max(most_second, _store_moment(row, _SECOND, at, n, tile, v, root))
         _store_param(row, at, n, p, new, words, key)
         tile += tiles
     amax[0], amax[1] = most_first, most_second
@@ -169,7 +194,7 @@ def step_values(rule: int, table: Any, h: Any, starts: Any, first: int, last: in
     table: int64 [parameters, columns]. h: float32 [parameters, numbers]. starts: int64 [parameters + 1], how many
     values lie before each. amax: int32 [parameters, 2].
     """
-    words, memory = np.empty(RUN + 4, np.int32), np.empty(5 * _STRIDE, np.float32)
+    words, memory = np.empty(RUN + 4, np.int32), np.empty(6 * _STRIDE, np.float32)
     scratch, table, h, starts, amax = memory.ctypes.data, borrow(table), borrow(h), borrow(starts), borrow(amax)
     some = borrow(words)
     item = np.searchsorted(starts, first, side="right") - 1
