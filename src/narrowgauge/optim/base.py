@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics import philox
-from narrowgauge.optim import checks, storage
+from narrowgauge.optim import checks, kernels, storage
 from narrowgauge.optim import offload as offloading
 from narrowgauge.optim.rules import Hyper, Rule
 from narrowgauge.optim.state import MASTER, LowPrecisionState
 from narrowgauge.optim.update import Item, update, values_of_gradient
 
 __all__ = ["MASTER", "LowPrecisionOptimizer"]
+
+
+class _Fused(NamedTuple):
+    """Whether a kernel takes a parameter's step, and what that was asked for."""
+
+    traits: tuple[Any, ...]
+    address: int
+    taken: bool
 
 
 class LowPrecisionOptimizer(LowPrecisionState):
@@ -43,6 +51,8 @@ class LowPrecisionOptimizer(LowPrecisionState):
     def _forget_all(self) -> None:
         super()._forget_all()
         self._key: Tensor | None = None
+        self._plan: Any = None
+        self._fused: dict[Tensor, _Fused] = {}
 
     @torch.compiler.disable  # so that a changed learning rate compiles nothing anew
     @torch.no_grad()
@@ -71,8 +81,25 @@ class LowPrecisionOptimizer(LowPrecisionState):
             self._mark(item.param)
 
     def _update(self, items: list[Item]) -> None:
+        fused = []
         for item in items:
-            update(self.rule, item, self._step_key() if item.stochastic else None)
+            if self._is_fused(item):
+                fused.append(item)
+            else:
+                update(self.rule, item, self._step_key() if item.stochastic else None)
+        if fused:
+            key = self._step_key() if any(item.stochastic for item in fused) else None
+            self._plan = self._plan or kernels.plan(self.rule)
+            self._plan.run(fused, key)
+
+    def _is_fused(self, item: Item) -> bool:
+        """True where a kernel takes the step; looked up anew where its tensors are others."""
+        traits = (type(item.grad), item.grad.dtype, id(item.master), *map(id, item.moments))
+        known = self._fused.get(item.param)
+        if known is None or known.traits != traits or known.address != item.param.data_ptr():
+            known = _Fused(traits, item.param.data_ptr(), kernels.takes(self.rule, item))
+            self._fused[item.param] = known
+        return known.taken
 
     def _items(self, parameters: list[Tensor]) -> list[Item]:
         for p in parameters:  # before anything changes
@@ -91,7 +118,8 @@ class LowPrecisionOptimizer(LowPrecisionState):
             stochastic = (
                 p.dtype is torch.bfloat16 and MASTER not in state and self.formats_of(p).stochastic_rounding
             )  # fmt: skip
-            items.append(Item(p, state.get(MASTER), grad, moments, hypers[kind], stochastic, place.stream))  # type: ignore[arg-type]
+            if p.numel():  # a step of nothing is counted, and no more
+                items.append(Item(p, state.get(MASTER), grad, moments, hypers[kind], stochastic, place.stream))  # type: ignore[arg-type]
         return items
 
     def kind_of_step(self, p: Tensor, state: dict[str, Any]) -> Any:
