@@ -9,6 +9,7 @@ from typing import Any, Self
 from narrowgauge.errors import RecipeError, closest
 from narrowgauge.numerics.formats import BF16, FP16, FP32
 from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO, STOCHASTIC
+from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.roles import check_role
 from narrowgauge.recipes.spec import CastSpec, Recipe
 
@@ -37,6 +38,9 @@ class StateFormats:
     def __post_init__(self) -> None:
         for role in ("exp_avg", "exp_avg_sq", "master"):
             check_role(role, getattr(self, role))
+        check.count("min_state_size", self.min_state_size)
+        for field in ("stochastic_rounding", "keep_nonzero"):
+            check.flag(field, getattr(self, field))
         if (
             self.keep_nonzero
             and self.exp_avg_sq.rounding is NEAREST_EVEN

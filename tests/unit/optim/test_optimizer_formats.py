@@ -9,11 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-import narrowgauge as ng
-from narrowgauge.numerics.formats import BF16, E4M3FN, FP32, INT8, UINT8
-from narrowgauge.optim import rules, storage
 from state_formats import (
     GRADS,
     MASTERS,
@@ -26,6 +21,11 @@ from state_formats import (
     parameter,
     set_grad,
 )
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.numerics.formats import BF16, E4M3FN, FP32, INT8, UINT8
+from narrowgauge.optim import rules, storage
 
 SHAPE = (2, 256)
 NAMES = ("exp_avg", "exp_avg_sq")
