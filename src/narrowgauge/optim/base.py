@@ -51,7 +51,7 @@ class LowPrecisionOptimizer(LowPrecisionState):
     def _forget_all(self) -> None:
         super()._forget_all()
         self._key: Tensor | None = None
-        self._plan: Any = None
+        self._plan: kernels.Plan | None = None
         self._fused: dict[Tensor, _Fused] = {}
 
     @torch.compiler.disable  # so that a changed learning rate compiles nothing anew
@@ -89,7 +89,7 @@ class LowPrecisionOptimizer(LowPrecisionState):
                 update(self.rule, item, self._step_key() if item.stochastic else None)
         if fused:
             key = self._step_key() if any(item.stochastic for item in fused) else None
-            self._plan = self._plan or kernels.plan(self.rule)
+            self._plan = self._plan or kernels.Plan(self.rule)
             self._plan.run(fused, key)
 
     def _is_fused(self, item: Item) -> bool:
