@@ -52,7 +52,7 @@ class LowPrecisionOptimizer(LowPrecisionState):
         super()._forget_all()
         self._key: Tensor | None = None
         self._plan: kernels.Plan | None = None
-        self._fused: dict[Tensor, _Fused] = {}
+        self._fused: dict[int, _Fused] = {}  # by stream: the parameter of an item may be a copy on the host
 
     @torch.compiler.disable  # so that a changed learning rate compiles nothing anew
     @torch.no_grad()
@@ -95,10 +95,10 @@ class LowPrecisionOptimizer(LowPrecisionState):
     def _is_fused(self, item: Item) -> bool:
         """True where a kernel takes the step; looked up anew where its tensors are others."""
         traits = (type(item.grad), item.grad.dtype, id(item.master), *map(id, item.moments))
-        known = self._fused.get(item.param)
+        known = self._fused.get(item.stream)
         if known is None or known.traits != traits or known.address != item.param.data_ptr():
             known = _Fused(traits, item.param.data_ptr(), kernels.takes(self.rule, item))
-            self._fused[item.param] = known
+            self._fused[item.stream] = known
         return known.taken
 
     def _items(self, parameters: list[Tensor]) -> list[Item]:
