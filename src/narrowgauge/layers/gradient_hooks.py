@@ -155,6 +155,14 @@ def detach(p: Tensor) -> None:
                 del hooks[key]
 
 
+def connect(p: Tensor) -> None:
+    """Tell autograd of the hooks that `p` lists, whosever they are: swapping a tensor's contents leaves them behind."""
+    for name in _HOOKS:
+        hooks = getattr(p, name, None)
+        if hooks:
+            setattr(p, name, hooks)
+
+
 def set_grad_dtype(p: Tensor, dtype: torch.dtype) -> None:
     """Let autograd keep gradients of `p` in `dtype`, and bring the one that there is into it."""
     if p.grad_dtype is dtype:

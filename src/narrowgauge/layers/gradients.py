@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import ConversionError
-from narrowgauge.layers.gradient_hooks import Home, KeptGradient, WideWarning, detach, is_cast, set_grad_dtype
+from narrowgauge.layers.gradient_hooks import Home, KeptGradient, WideWarning, connect, detach, is_cast, set_grad_dtype
 from narrowgauge.numerics.formats import FP32
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.cast import FLOATING
@@ -54,7 +54,7 @@ def remove(model: nn.Module) -> None:
 
 
 def renew(model: nn.Module) -> None:
-    """Hook parameter objects that have come in the place of others since `install`, as by `to_empty`."""
+    """After a move of the model: hook parameters that have come in the place of others, or have other contents now."""
     gradients: Gradients | None = model.__dict__.get(_ATTRIBUTE)
     if gradients is None:
         return
@@ -63,6 +63,9 @@ def renew(model: nn.Module) -> None:
     for p in _trainable(model):
         if KeptGradient.of(p) is None:
             gradients.attach(p)
+        else:
+            connect(p)
+            gradients.widen(p)
 
 
 @contextlib.contextmanager
@@ -100,7 +103,7 @@ class Gradients:
 
     def attach(self, p: nn.Parameter) -> None:
         """Hook a parameter, where the recipe concerns it."""
-        self._widen(p)
+        self.widen(p)
         if self.is_cast and (p.numel() < self.recipe.min_state_size or self._is_left_out(p)):
             return
         if self.recipe.grad != CastSpec(FP32):
@@ -115,7 +118,8 @@ class Gradients:
         """As `gradient_hooks.is_cast`."""
         return is_cast(self.recipe)
 
-    def _widen(self, p: nn.Parameter) -> None:
+    def widen(self, p: nn.Parameter) -> None:
+        """Let gradients of a parameter in 16 bits be as wide as the recipe's cast of them asks for."""
         if p.dtype in (torch.bfloat16, torch.float16):
             set_grad_dtype(p, torch.float32 if self.is_cast else self.recipe.grad.format.dtype)
 
@@ -145,7 +149,7 @@ class Gradients:
 
     def _attach_copies(self, places: list[int], parameters: list[nn.Parameter]) -> None:
         for p in parameters:
-            self._widen(p)  # torch leaves grad_dtype out of a copy
+            self.widen(p)  # torch leaves grad_dtype out of a copy
         for i in places:
             self._hook(parameters[i])
 

@@ -226,3 +226,24 @@ def test_compiled_gradients_of_bfloat16_parameters_are_in_the_recipes_format() -
         assert p.grad.dtype is torch.float32
         if p.ndim == 2:  # emulated products are rounded to bfloat16 in either
             assert bits(p.grad) == expected
+
+
+@pytest.mark.parametrize("name", ["narrow8", "fp8_lm_o2", "fp8_lm_o3"])
+def test_a_move_keeps_hooks_each_once(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
+    model, _ = ng.prepare(model, torch.optim.AdamW(model.parameters()), name)
+    fired: list[str] = []
+    model[0].weight.register_hook(lambda grad: fired.append("before"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: fired.append(type(p.grad).__name__))
+    for move in (model.double, model.float, lambda: model.to("cpu"), model.bfloat16):
+        move()
+        fired.clear()
+        model.zero_grad()
+        model(torch.randn(2, 80)).sum().backward()
+        assert isinstance(model[0].weight.grad, QuantizedTensor)
+        assert move == model.double or model[0].weight.grad.dtype is torch.float32
+        assert fired == ["before", "QuantizedTensor"]
+    with pytest.warns(UserWarning, match="second backward"):
+        model(torch.randn(2, 80)).sum().backward()
+    assert type(model[0].weight.grad) is Tensor
