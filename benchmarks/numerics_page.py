@@ -19,7 +19,8 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.numerics import companding, formats, rounding, scaling
-from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E5M2, E8M0FNU, Format
+from narrowgauge.numerics.companding import Companding
+from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E5M2, E8M0FNU, UINT8, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.rounding import Rounding
 from narrowgauge.numerics.scaling import NVFP4, ScaleRule
@@ -42,12 +43,24 @@ RULES = {
     "saturates where the mantissa of its amax is above that of max",
     ScaleRule.NVFP4: "`min(1 / (byte * fl(1/S)), FLT_MAX)` with `S = 2688 / amax of the tensor` and "
     "`byte = E4M3(amax * (S * fl(1/6)))`",
-    ScaleRule.ULP: "`127 / (half a unit in the last place of the bfloat16 parameter)`: of a residual, see below",
+    ScaleRule.ULP: "`127 / (half a unit in the last place of the bfloat16 parameter)`: of a residual, see `numerics.residual`",
 }
 ROUNDINGS = {
     Rounding.NEAREST_EVEN: "the nearest value; of two equally near ones that with the even code",
     Rounding.STOCHASTIC: "one of the two neighbours, the nearer the likelier, so that the mean is the value itself",
     Rounding.NONZERO: "the nearest value, but never zero for another: the smallest code of its sign",
+}
+
+# what each curve does, who runs it at speed, and a format for an example
+CURVES = {
+    Companding.LINEAR: ("`round(x * quant_scale)`", "Numba, Triton", UINT8),
+    Companding.SQUARE_ROOT: ("`round(sign(x) * sqrt(fl(abs(x) * quant_scale)))`", "Numba, Triton: integers", UINT8),
+    Companding.DYNAMIC: ("the place of the nearest value in the code book", "-", UINT8),
+    Companding.RANGE_EXPANSION: (
+        "`E4M3(sign(x) * 448 * (abs(x) / amax)^k)`, k = floor(16 log2(448^2 / 2) / log2(amax / smallest)) / 16",
+        "-",
+        E4M3FN,
+    ),
 }
 
 
@@ -136,6 +149,17 @@ def roundings_table() -> str:
     return table(["rounding", "picks", "2.25 in E2M1", "0.125 in E2M1"], rows)
 
 
+def companding_table() -> str:
+    x = torch.tensor([[1.0, 0.5, 0.01, 1e-4]])
+    rows = []
+    for curve, (words, kernels_of, fmt) in CURVES.items():
+        q = ng.quantize(x, ng.CastSpec(fmt, Block(1, 128), companding=curve))
+        values = ", ".join(f"{value:.3g}" for value in q.tolist()[0])
+        rows.append([f"`{curve.name}`", words, kernels_of, number(companding.limit_of(fmt, curve)), fmt.name, values])
+    header = ["curve", "code", "kernels", "the largest code stands for", "example in", "1, 0.5, 0.01 and 0.0001 become"]
+    return table(header, rows)
+
+
 def overflow_table() -> str:
     x = [448.0, 464.0, 480.0, 57344.0, 61440.0, float("inf"), float("nan")]
     rows = []
@@ -160,6 +184,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": rules_table,
     "granularities": granularities_table,
     "roundings": roundings_table,
+    "companding": companding_table,
     "noise": noise_table,
 }
 

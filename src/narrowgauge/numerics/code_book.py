@@ -24,7 +24,7 @@ def values(signed: bool) -> tuple[float, ...]:
     for i in range(EXPONENTS):
         parts = 2**i if signed else 2 ** (i + 1)
         edges = torch.linspace(0.1, 1.0, parts + 1, dtype=torch.float32, device="cpu")
-        middles = (10.0 ** (i - (EXPONENTS - 1)) * ((edges[:-1] + edges[1:]) / 2.0).double()).float().tolist()
+        middles = (10.0 ** (i - (EXPONENTS - 1)) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
         found += middles + [-value for value in middles] * signed
     return tuple(sorted(found))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -27,6 +28,15 @@ def test_values_are_256_distinct_ones_in_order_with_an_exact_zero_and_one(fmt: F
     assert 0.0 in values and values[-1] == 1.0
     assert values[0] == (-0.992968738079071 if fmt.signed else 0.0)
     assert all(value == np.float32(value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "digest"), [(INT8, "e732639a65f497b4"), (UINT8, "305f002cc11278fb")], ids=["signed", "unsigned"]
+)
+def test_values_have_the_bits_of_bitsandbytes(fmt: Format, digest: str) -> None:
+    # of functional.create_dynamic_map, bitsandbytes 0.50.2
+    data = np.array(code_book.values(fmt.signed), np.float32).tobytes()
+    assert hashlib.sha256(data).hexdigest()[:16] == digest
 
 
 def test_values_follow_from_the_description() -> None:

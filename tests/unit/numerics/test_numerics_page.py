@@ -34,7 +34,8 @@ def test_a_table_without_a_place_is_an_error(page: str, monkeypatch) -> None:
         numerics_page.filled(page.replace("formats: begin", "formats"))
 
 
-def test_every_rule_and_rounding_is_described() -> None:
+def test_every_rule_rounding_and_curve_is_described() -> None:
     assert set(numerics_page.RULES) == set(numerics_page.ScaleRule)
     assert set(numerics_page.ROUNDINGS) == set(numerics_page.Rounding)
+    assert set(numerics_page.CURVES) == set(numerics_page.Companding)
     assert "saturates" in numerics_page.RULES[numerics_page.ScaleRule.E8M0_FLOOR]
