@@ -97,6 +97,6 @@ def test_the_command_line_takes_switches_and_says_when_they_come(make_config, tm
 
 def test_a_recipe_that_stores_otherwise_is_refused_before_anything_is_written(make_config, tmp_path: Path) -> None:
     config = make_config("a", switches=[{"after_step": 3, "recipe": "fp16_pure"}])
-    with pytest.raises(RecipeError, match="'fp16_pure' after step 3 of 'fp8_delayed': param=.*use other.replace"):
+    with pytest.raises(RecipeError, match="'fp16_pure' after step 3 of 'narrow8': param=.*use other.replace"):
         run(config)
     assert not (tmp_path / "runs").exists()

@@ -123,7 +123,8 @@ def export(argv: Sequence[str]) -> int:
     if arguments.format == "fp8":
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         kept = config["quantization_config"]["modules_to_not_convert"]
-        print(f"in bf16, as are embedding and norms: {', '.join(kept)}")
+        blocks = [name for name in kept if "." in name]
+        print(f"in bf16: embedding, norms, lm_head, and {len(blocks)} layers whose sizes are no multiples of 128")
     return 0
 
 

@@ -67,7 +67,7 @@ def complete_masters(
             optimizer.set_values(p, read(saved[name], master))
 
 
-def for_torch(optimizer: torch.optim.Optimizer, names: State, state: dict[str, Any]) -> dict[str, Any]:
+def for_torch(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: dict[str, Any]) -> dict[str, Any]:
     """A state dict for one of torch's own optimizers: moments decoded, masters left out, groups completed.
 
     names: of the optimizer's parameters, by the parameter. Raises CheckpointError for a state that does not fit.

@@ -69,7 +69,7 @@ def test_json_of_a_run_is_all_that_standard_output_gets(place, capsys):
     found = json.loads(captured.out)
     assert found["status"] == "finished" and found["step"] == 6
     assert found["validation"]["bits_per_byte"] > 0 and found["tokens"] == 6 * 4 * 32
-    assert found["bytes"]["param"] == 4 * found["parameters"]
+    assert found["bytes"]["param"] == 2 * found["parameters"] == 2 * found["bytes"]["master"]
     assert "step 6/6" in captured.err
     assert "narrowgauge" not in captured.err  # the hints at the end go with the tables
 
@@ -207,7 +207,7 @@ def test_the_exported_directory_has_what_transformers_looks_for(run, tmp_path, c
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["vocab_size"] == 257
+    assert config["vocab_size"] == 257 and config["dtype"] == "bfloat16"
 
 
 @pytest.mark.slow
