@@ -36,3 +36,18 @@ def test_a_hugging_face_model_learns_in_fp8_and_saves_plain_weights(tmp_path, ca
     losses = runpy.run_path(str(EXAMPLES / "huggingface_model.py"))["train"]("fp8_current", 15, str(tmp_path))
     assert losses[-1] < 0.7 * losses[0]
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ng.recipe_names())
+def test_one_loop_runs_every_recipe(recipe, capsys):
+    example = runpy.run_path(str(EXAMPLES / "every_recipe.py"))
+    losses, ledger = example["train"](recipe, 40)
+    assert losses[-1] < 0.1 * losses[0]
+    at_most = {"fp8_lm_o1": 11.1, "fp8_lm_o2": 6.1, "fp8_lm_o3": 7.1, "narrow8": 6.2, "narrow8_sr": 5.2}
+    assert ledger.per_parameter <= at_most.get(recipe, 16.6)
+
+
+def test_the_loop_that_runs_every_recipe_has_ten_lines():
+    text = (EXAMPLES / "every_recipe.py").read_text()
+    loop = text[text.index("    model = make_model()") : text.index("    return losses")]
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 12
