@@ -17,9 +17,6 @@ from narrowgauge.optim.update import Item
 __all__ = ["Plan", "step", "takes"]
 
 
-def step(rule: Rule, items: Sequence[Item], key: Tensor | None) -> None:
-    """Take the step of all `items`, each of which the kernels take, in place. `Plan` is for doing so again and again.
-
-    key: as in `update.update`.
-    """
-    Plan(rule).run(items, key)
+def step(rule: Rule, items: Sequence[Item], key: Tensor | None) -> list[Item]:
+    """`Plan(rule).run(items, key)`: a plan is for doing so again and again."""
+    return Plan(rule).run(items, key)

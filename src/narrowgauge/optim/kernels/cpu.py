@@ -12,16 +12,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics.kernels import stale
 from narrowgauge.numerics.kernels.cpu_arrays import chunks_of
 from narrowgauge.optim.kernels.items import grad_kind, parts_of, row_of
-from narrowgauge.optim.kernels.table import Column, GradKind, ParamKind, RuleCode
+from narrowgauge.optim.kernels.table import NUMBERS, Column, GradKind, ParamKind, RuleCode, numbers_of
 from narrowgauge.optim.rules import Muon, Rule, orthogonalized
 from narrowgauge.optim.update import Item
 from narrowgauge.tensors.quantized import QuantizedTensor
 
-NUMBERS = 9  # most that a rule has
 _CODES = {Rule.ADAM: RuleCode.ADAM, Rule.SGD: RuleCode.SGD, Rule.LION: RuleCode.LION, Rule.MUON: RuleCode.MUON}
 
 
@@ -41,77 +39,55 @@ _drop_stale_kernels()  # before the first of them is loaded
 from narrowgauge.optim.kernels import numba_step  # noqa: E402
 
 
-class Plan:
-    """Steps of the same parameters, again and again: what stays from step to step is looked up once.
-
-    It keeps the tensors of the last step's items, but for the gradients, alive.
-    """
+class CpuPlan:
+    """`plan.Plan` for parameters on the CPU: what stays from step to step is looked up once."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._ids: list[int] = []
-        self._addresses: list[int] = []
-        self._parts: list[Tensor] = []
-        self._table = np.zeros((0, len(Column)), np.int64)
-        self._starts = np.zeros(1, np.int64)
+        self._seen: tuple[list[Any], ...] = ()  # what the table follows from, of all items
+        self._parts: list[Tensor] = []  # kept alive, so that no other tensor takes the place of one in memory
+        self._rows: list[list[int] | None] = []
 
-    def run(self, items: Sequence[Item], key: Tensor | None = None) -> None:
-        """Take the step of all `items`, in place, in one call; the same bits as `update.update` of each.
-
-        Every item is one that `items.takes`; a tensor may be in one of them only. key: as in `update.update`. Raises
-        NarrowgaugeError for an item that the kernels do not take.
-        """
-        if not items:
-            return
+    def run(self, items: Sequence[Item], key: Tensor | None = None) -> list[Item]:
+        """`Plan.run`, in one call."""
         self._look_up(items)
-        kept = self._set_gradients(items)
-        bits = 0 if key is None else int(key.item())
-        if self._rule is Rule.MUON:
-            self._run_muon(items, bits)
-        else:
-            _run(_CODES[self._rule], self._table, _numbers(items), self._starts, bits)
-        del kept
-        torch.autograd.graph.increment_version(self._parts)  # autograd cannot see the kernels' writes
+        grads = [None if row is None else _gradient(item) for item, row in zip(items, self._rows, strict=True)]
+        known = [i for i, grad in enumerate(grads) if grad is not None]
+        if known:
+            table = np.array([self._rows[i] for i in known], np.int64)
+            table[:, Column.GRAD_KIND : Column.GRAD_SCALE + 1] = [grads[i][:3] for i in known]  # type: ignore[index]
+            bits = 0 if key is None else int(key.item())
+            self._step([items[i] for i in known], table, bits)
+        if len(known) == len(items):
+            torch.autograd.graph.increment_version(self._parts)  # autograd cannot see the kernels' writes
+            return []
+        torch.autograd.graph.increment_version([part for i in known for part in parts_of(items[i])])
+        return [item for item, grad in zip(items, grads, strict=True) if grad is None]
 
     def _look_up(self, items: Sequence[Item]) -> None:
-        """The table, anew where a tensor is another one, or has other memory."""
+        """The rows without their gradients, anew where a tensor is another one, or has other memory."""
         parts = list(chain.from_iterable(map(parts_of, items)))
-        ids, addresses = list(map(id, parts)), [part.data_ptr() for part in parts]
-        streams = [item.stream for item in items]
-        if ids == self._ids and addresses == self._addresses and streams == self._table[:, Column.STREAM].tolist():
+        seen = (
+            list(map(id, parts)),
+            [part.data_ptr() for part in parts],
+            [(item.stochastic, item.stream) for item in items],
+        )
+        if seen != self._seen:
+            self._rows = [row_of(self._rule, item) for item in items]
+            self._seen, self._parts = seen, parts
+
+    def _step(self, items: Sequence[Item], table: np.ndarray, key: int) -> None:
+        if self._rule is Rule.MUON:
+            self._run_muon(items, table, key)
             return
-        rows = [row_of(self._rule, item) for item in items]
-        for row, item in zip(rows, items, strict=True):
-            if row is None:
-                raise _unknown(item)
-        self._table = np.array(rows, np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(self._table[:, Column.VALUES])])
-        self._ids, self._addresses, self._parts = ids, addresses, parts
+        starts = np.concatenate([[0], np.cumsum(table[:, Column.VALUES])])
+        _run(_CODES[self._rule], table, _numbers(items), starts, key)
 
-    def _set_gradients(self, items: Sequence[Item]) -> list[Tensor]:
-        """Write the gradients into the table; returns what has to live until they are read."""
-        kept, kinds, addresses, scales = [], [], [], []
-        for item in items:
-            grad, kind, scale = item.grad, grad_kind(item.grad), 0
-            if kind is None or grad.numel() != item.param.numel():
-                raise _unknown(item)
-            if isinstance(grad, QuantizedTensor):
-                grad, scale = grad.codes, grad.dequant_scale.data_ptr()
-            if not grad.is_contiguous():
-                grad = grad.contiguous()
-                kept.append(grad)
-            kinds.append(int(kind))
-            addresses.append(grad.data_ptr())
-            scales.append(scale)
-        self._table[:, Column.GRAD_KIND], self._table[:, Column.GRAD] = kinds, addresses
-        self._table[:, Column.GRAD_SCALE] = scales
-        return kept
-
-    def _run_muon(self, items: Sequence[Item], key: int) -> None:
+    def _run_muon(self, items: Sequence[Item], table: np.ndarray, key: int) -> None:
         """Momentum and descent by the kernels, between them the iteration of matrix products, one by one."""
         for at, item in enumerate(items):
             assert isinstance(item.hyper, Muon)
-            row, numbers, starts = self._table[at : at + 1], _numbers([item]), np.array([0, item.param.numel()])
+            row, numbers, starts = table[at : at + 1], _numbers([item]), np.array([0, item.param.numel()])
             update = torch.empty(item.param.shape, dtype=torch.float32)
             momentum = row.copy()
             momentum[0, Column.PARAM_KIND], momentum[0, Column.PARAM] = ParamKind.FLOAT, update.data_ptr()
@@ -140,14 +116,17 @@ def _numbers(items: Sequence[Item]) -> np.ndarray:
     index = [known.setdefault(item.hyper, len(known)) for item in items]
     rows = np.zeros((len(known), NUMBERS), np.float32)
     for row, hyper in zip(rows, known, strict=True):
-        # of Muon the lr, both shares, whether it is Nesterov's, and the decay; the rest is for the iteration
-        plain = hyper[:5] if isinstance(hyper, Muon) else hyper
+        plain = numbers_of(hyper)
         row[: len(plain)] = plain
     return rows[index]
 
 
-def _unknown(item: Item) -> NarrowgaugeError:
-    return NarrowgaugeError(
-        f"expected a parameter whose formats the kernels take, found one of shape {list(item.param.shape)}, "
-        f"{item.param.dtype}, with a gradient of {item.grad.dtype}: ask `takes` first, and use `update.update` else"
-    )
+def _gradient(item: Item) -> tuple[int, int, int, Tensor] | None:
+    """Kind, address and address of the scale of a gradient, and what holds them; None where the kernels lack it."""
+    grad, kind, scale = item.grad, grad_kind(item.grad), 0
+    if kind is None or grad.numel() != item.param.numel():
+        return None
+    if isinstance(grad, QuantizedTensor):
+        grad, scale = grad.codes, grad.dequant_scale.data_ptr()
+    grad = grad.contiguous()
+    return int(kind), grad.data_ptr(), scale, grad

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from narrowgauge.numerics.companding import SQUARE_ROOT
 from narrowgauge.numerics.formats import E4M3FN, E5M2, INT8, UINT8
 from narrowgauge.numerics.granularity import Block
+from narrowgauge.numerics.kernels.paths import has_gpu_kernels
 from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO
 from narrowgauge.optim.kernels.table import RUN, Column, GradKind, MomentKind, ParamKind
 from narrowgauge.optim.rules import Rule
@@ -36,7 +37,9 @@ class Moment(NamedTuple):
 
 def takes(rule: Rule, item: Item) -> bool:
     """True where the kernels take the step of `item`, whose gradient is as it is now."""
-    return row_of(rule, item) is not None and grad_kind(item.grad) is not None
+    devices = {part.device for part in (*parts_of(item), item.grad)}
+    known = len(devices) == 1 and (item.param.device.type == "cpu" or has_gpu_kernels(item.param))
+    return known and row_of(rule, item) is not None and grad_kind(item.grad) is not None
 
 
 def row_of(rule: Rule, item: Item) -> list[int] | None:
@@ -68,8 +71,13 @@ def parts_of(item: Item) -> list[Tensor]:
     """The tensors whose addresses are in the row: what a step writes."""
     parts = [item.param] if item.master is None else [item.param, item.master]
     for stored in item.moments:
-        parts += (stored.codes, stored.dequant_scale, stored.amax) if isinstance(stored, QuantizedTensor) else (stored,)
+        parts += moment_parts(stored)
     return parts
+
+
+def moment_parts(stored: Tensor) -> tuple[Tensor, ...]:
+    """Codes, scales and amax of a moment, or its plain values."""
+    return (stored.codes, stored.dequant_scale, stored.amax) if isinstance(stored, QuantizedTensor) else (stored,)
 
 
 def grad_kind(grad: Tensor) -> GradKind | None:
@@ -101,7 +109,7 @@ def _moment(stored: Tensor, param: Tensor) -> Moment | None:
     spec, columns = stored.spec, stored.codes.shape[-1] if stored.codes.ndim else 1
     width = min(spec.granularity.columns or columns, columns)
     kind = _square_root_kind(spec)
-    parts = (stored.codes, stored.dequant_scale, stored.amax)
+    parts = moment_parts(stored)
     tiles = stored.codes.numel() // columns * math.ceil(columns / width)
     if kind is None or width > RUN or not all(map(_is_flat, parts)) or stored.dequant_scale.numel() != tiles:
         return None
@@ -116,8 +124,8 @@ def _square_root_kind(spec: CastSpec) -> MomentKind | None:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """True for a tensor on the CPU that is its own memory."""
-    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and x.device.type == "cpu"
+    """True for a tensor that is its own memory."""
+    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
 
 
 def _is_flat(x: Tensor) -> bool:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from narrowgauge.optim.rules import Hyper, Muon
+
 # values of a run, and most columns of a tile: six float32 arrays of them lie in the first-level cache together
 RUN = 1024
+
+
+NUMBERS = 9  # most that a rule has
+
+
+def numbers_of(hyper: Hyper) -> tuple[float, ...]:
+    """The numbers of a step as the kernels take them, at most NUMBERS."""
+    # of Muon the lr, both shares, whether it is Nesterov's, and the decay; the rest is for the iteration
+    return hyper[:5] if isinstance(hyper, Muon) else tuple(hyper)
 
 
 class Column(IntEnum):

@@ -1,0 +1,50 @@
+"""The Triton step: interpreted, compiled without a GPU, and on one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from step_items import GRADS, HYPERS, KEY, PARAMS, SIGNED, UNSIGNED, make, moved, same_bits
+
+from narrowgauge.optim.kernels import Plan
+from narrowgauge.optim.rules import Hyper, Rule
+from narrowgauge.optim.update import update
+
+pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
+HERE = Path(__file__).parent
+
+
+def run(program: str, *arguments: str, **variables: str) -> None:
+    command = [sys.executable, str(HERE / program), *arguments]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_step_gives_the_bits_of_the_twin_in_the_interpreter() -> None:
+    run("triton_step_interpreted.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["90", "100"])
+def test_the_step_compiles_without_a_gpu(architecture: str, tmp_path: Path) -> None:
+    run("triton_step_compiled.py", architecture, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("param", PARAMS)
+@pytest.mark.parametrize(("rule", "hyper", "moments"), [case for case in HYPERS if case[0] is not Rule.MUON])
+def test_a_gpu_steps_to_the_bits_of_the_cpu(rule: Rule, hyper: Hyper, moments: int, param: str) -> None:
+    for grad, shape in zip(GRADS, ((1, 4096), (300, 333), (64, 256), (7, 1000)), strict=True):
+        twin = make(param, grad, (SIGNED, UNSIGNED)[:moments], hyper, shape, 3)
+        item = moved(copy.deepcopy(twin), "cuda")
+        assert Plan(rule).run([item], KEY) == []
+        update(rule, twin, KEY)
+        found = moved(item, "cpu")
+        assert same_bits(found.param, twin.param)
+        assert same_bits(found.master, twin.master)
+        assert all(map(same_bits, found.moments, twin.moments))
