@@ -11,6 +11,7 @@ from torch import nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.layers import fused, sharing
+from narrowgauge.layers.embedding import Embedding
 from narrowgauge.layers.kinds import LINEARS, NORMS, Kind, kind_of
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.recipe_layer import OWN_ATTRIBUTES, RecipeLayer
@@ -72,6 +73,8 @@ def take_up(model: nn.Module, recipe: Recipe) -> None:
     for selection in select(_candidates(linears), recipe):
         _convert_linear(linears[selection.name], recipe, selection)
     for module in model.modules():
+        if type(module) is nn.Embedding:
+            module.__class__ = Embedding
         if type(module) in NORMS:
             module.__class__ = NORMS[type(module)]
         _share_inputs(module)

@@ -1,0 +1,47 @@
+"""Embedding tables in 16 bits, whose gradients are summed in float32.
+
+Made from nn.Embedding by `convert`, which swaps the class in place. Torch adds the gradients of a token's occurrences
+in the table's dtype: in bfloat16 a sum of like terms stands still at 256 of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Embedding(nn.Embedding):
+    """Rows of the table by index, as nn.Embedding; the gradient of a table in 16 bits is float32 where it is kept so.
+
+    Other tables, sparse gradients and frozen tables are looked up by torch.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        if type(weight) is not nn.Parameter or weight.dtype not in HALF or self.sparse or not weight.requires_grad:
+            return super().forward(input)
+        if self.max_norm is not None:  # renormalised in place, as torch does
+            F.embedding(input, weight.detach(), self.padding_idx, self.max_norm, self.norm_type)
+        padding_idx = -1 if self.padding_idx is None else self.padding_idx
+        return _Lookup.apply(weight, input, padding_idx, self.scale_grad_by_freq)  # type: ignore[no-any-return]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.arguments = (weight.shape[0], padding_idx, scale_grad_by_freq)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        (indices,) = ctx.saved_tensors
+        grad = torch.ops.aten.embedding_dense_backward(grad_output.float(), indices, *ctx.arguments)
+        return grad, None, None, None  # autograd casts it to the parameter's grad_dtype
