@@ -70,7 +70,8 @@ def check_all_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 class PreciseApply:
     """`_apply` of a root module that leaves float32 buffers in float32 when the model changes its dtype.
 
-    Parameters that it replaces by others get the hooks of theirs. Rotary frequencies, running statistics and the like lose in 16 bits what no later cast gives back.
+    Rotary frequencies, running statistics and the like lose in 16 bits what no later cast gives back. Parameters that
+    take the place of others get their hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:
