@@ -10,14 +10,16 @@ import torch
 import triton
 from torch import Tensor
 
+from narrowgauge.optim.kernels import triton_step
 from narrowgauge.optim.kernels.items import grad_kind, moment_parts, row_of
 from narrowgauge.optim.kernels.table import NUMBERS, Column, GradKind, ParamKind, RuleCode, numbers_of
-from narrowgauge.optim.kernels.triton_step import step_kernel
 from narrowgauge.optim.rules import Muon, Rule, orthogonalized
 from narrowgauge.optim.update import Item
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 PROGRAM = 2048  # values of a program
+
+_KERNEL: Any = triton_step.step_kernel  # takes the options of a launch, too
 
 _CODES = {Rule.ADAM: RuleCode.ADAM, Rule.SGD: RuleCode.SGD, Rule.LION: RuleCode.LION, Rule.MUON: RuleCode.MUON}
 _L2 = {RuleCode.ADAM: 8, RuleCode.SGD: 4}  # which number joins the gradient
@@ -74,7 +76,7 @@ def _launch(
         parts += [codes, scales, amax]
     padded = triton.next_power_of_2(width)
     per_program = max(PROGRAM // padded, 1)
-    step_kernel[(triton.cdiv(tiles, per_program),)](
+    _KERNEL[(triton.cdiv(tiles, per_program),)](
         *parts, grad if key is None else key, row[Column.STREAM], columns, width, across, tiles,
         *numbers, *[0.0] * (NUMBERS - len(numbers)),
         RULE=int(rule), L2=rule in _L2 and numbers[_L2[rule]] != 0.0, PARAM=row[Column.PARAM_KIND], GRAD=int(kind),

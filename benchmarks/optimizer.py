@@ -1,0 +1,184 @@
+"""AdamW's step in 8 bits against torch's in float32, torchao's AdamWFp8 and bitsandbytes' AdamW8bit, on the CPU.
+
+    python benchmarks/optimizer.py [--matrices 1 8] [--size 4096] [--small 4000] [--json]
+
+The state is the recipe narrow8's: bfloat16 parameters with 8-bit residuals, E4M3 gradients, both moments in 8 bits.
+torch has everything in float32: fused=True for the large matrices, its default (foreach) for the many small tensors.
+The peers with 8-bit moments have float32 parameters and gradients. torchao compiles its step, which needs a C++
+compiler; each of them runs in a process of its own, which is stopped after a limit: its ratio is then a bound. Ratios
+are of medians of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from torch import nn
+
+import narrowgauge as ng
+
+OURS, FUSED, FOREACH = "narrowgauge narrow8", "torch fused fp32", "torch foreach fp32"
+PEERS = ("torchao AdamWFp8", "bitsandbytes AdamW8bit")
+MATRICES = (1, 8)  # of 4096 x 4096: 16.8M and 134M parameters
+# at most, ours / the peer's time
+BOUNDS = {FUSED: 1.6, FOREACH: 1.5, "torchao AdamWFp8": 1 / 6, "bitsandbytes AdamW8bit": 1 / 15}
+SMALL_SIDE = 100  # rows and columns of a small tensor: 10k parameters
+Step = Callable[[], object]
+
+
+def parameters(count: int, side: int) -> list[nn.Parameter]:
+    """Matrices with float32 gradients, as a model would start."""
+    draw = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(side, side, generator=draw) * 0.02) for _ in range(count)]
+    for p in made:
+        p.grad = torch.randn(side, side, generator=draw) * 1e-3
+    return made
+
+
+def ours(count: int, side: int) -> Step:
+    recipe = ng.recipe("narrow8")
+    made = [nn.Parameter(p.detach().bfloat16()) for p in parameters(count, side)]
+    for p, wide in zip(made, parameters(count, side), strict=True):
+        assert wide.grad is not None
+        p.grad_dtype = torch.float32
+        p.grad = ng.quantize(wide.grad, recipe.grad)
+    moments = {"exp_avg": recipe.exp_avg, "exp_avg_sq": recipe.exp_avg_sq, "master": recipe.master}
+    return ng.optim.AdamW(made, lr=1e-4, min_state_size=recipe.min_state_size, **moments).step
+
+
+def fused(count: int, side: int) -> Step:
+    return torch.optim.AdamW(parameters(count, side), lr=1e-4, fused=True).step
+
+
+def foreach(count: int, side: int) -> Step:
+    return torch.optim.AdamW(parameters(count, side), lr=1e-4, foreach=True).step
+
+
+def peer(name: str, count: int, side: int) -> Step:
+    made = parameters(count, side)
+    if name == "torchao AdamWFp8":
+        from torchao.optim import AdamWFp8
+
+        return AdamWFp8(made, lr=1e-4).step
+    import bitsandbytes  # type: ignore[import-not-found]
+
+    return bitsandbytes.optim.AdamW8bit(made, lr=1e-4).step
+
+
+def is_absent(name: str) -> str | None:
+    """Why a peer cannot run here, or None."""
+    module = name.split()[0]
+    if importlib.util.find_spec(module) is None:
+        return "not installed"
+    if module == "torchao" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        return "its step is compiled, and there is no C++ compiler"
+    return None
+
+
+def time_peer(name: str, count: int, side: int, repeats: int, limit_s: float) -> dict[str, Any]:
+    """The seconds of a peer's steps, in a process of its own: {"repeats_s"}, {"at_least_s"} or {"absent"}."""
+    absent = is_absent(name)
+    if absent is not None:
+        return {"absent": absent}
+    shape = ["--matrices", str(count), "--size", str(side), "--repeats", str(repeats)]
+    command = [sys.executable, __file__, "--only", name, *shape]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as stopped:
+        # lines are written after each step: what came of them says how long one takes, at least
+        begun = (stopped.stdout or b"").decode().splitlines()
+        return {"at_least_s": limit_s} if len(begun) < 2 else {"repeats_s": [json.loads(line) for line in begun[1:]]}
+    if done.returncode:
+        return {"absent": f"its step failed: {done.stderr.strip().splitlines()[-1]}"}
+    return {"repeats_s": [json.loads(line) for line in done.stdout.splitlines()[1:]]}
+
+
+def run_peer(name: str, count: int, side: int, repeats: int) -> int:
+    """Write the seconds of each step as a line; the first includes what is made once, such as compilation."""
+    step = peer(name, count, side)
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        step()
+        print(json.dumps(time.perf_counter() - start), flush=True)
+    return 0
+
+
+def measure(count: int, side: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times of one size, and ours / each peer's: {"median_s", "repeats_s", "ratio_of_ours", "left_out"}."""
+    base = FUSED if side == arguments.size else FOREACH
+    runs = {OURS: ours(count, side), base: (fused if base == FUSED else foreach)(count, side)}
+    times = common.interleaved(runs, arguments.repeats)
+    medians, left_out, at_least = common.medians(times), {}, {}
+    if base == FUSED and count == min(arguments.matrices):
+        for name in PEERS:
+            found = time_peer(name, count, side, arguments.repeats, arguments.limit_s)
+            if "repeats_s" in found:
+                times[name], medians[name] = found["repeats_s"], statistics.median(found["repeats_s"])
+            elif "at_least_s" in found:
+                medians[name] = at_least[name] = found["at_least_s"]
+            else:
+                left_out[name] = found["absent"]
+    ratios = {name: medians[OURS] / seconds for name, seconds in medians.items() if name != OURS}
+    return {
+        "parameters": count * side**2, "tensors": count, "median_s": medians, "ratio_of_ours": ratios,
+        "stopped_after_s": at_least, "left_out": left_out, "repeats_s": times,
+    }  # fmt: skip
+
+
+def report(results: dict[str, dict[str, Any]]) -> None:
+    rows = []
+    for size, found in results.items():
+        for name, seconds in found["median_s"].items():
+            ratio = found["ratio_of_ours"].get(name)
+            verdict = ""
+            if ratio is not None:
+                verdict = f"{ratio:.3f} x <= {BOUNDS[name]:.3f} {'ok' if ratio <= BOUNDS[name] else 'MISSED'}"
+            rows.append([size, name, f"{'> ' if name in found['stopped_after_s'] else ''}{seconds * 1e3:.2f}", verdict])
+        rows += [[size, name, "-", why] for name, why in found["left_out"].items()]
+    print(common.table(["parameters", "AdamW step", "median ms", "ours / peer"], rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--matrices", type=int, nargs="+", default=list(MATRICES), help="how many large matrices")
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of a large matrix")
+    parser.add_argument("--small", type=int, default=4000, help="how many small tensors")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--limit-s", type=float, default=300, help="stop a peer that takes longer for all its steps")
+    parser.add_argument("--only", choices=PEERS, help="time this peer alone, and print the seconds of each step")
+    parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
+    arguments = parser.parse_args()
+
+    warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
+    if arguments.only:
+        return run_peer(arguments.only, arguments.matrices[0], arguments.size, arguments.repeats)
+    shapes = {f"{count * arguments.size**2 / 1e6:.1f}M": (count, arguments.size) for count in arguments.matrices}
+    if arguments.small:
+        shapes[f"{arguments.small} x {SMALL_SIDE**2 // 1000}k"] = (arguments.small, SMALL_SIDE)
+    results = {size: measure(count, side, arguments) for size, (count, side) in shapes.items()}
+    print(f"{torch.get_num_threads()} threads")
+    report(results)
+    figures = {
+        f"AdamW step of {size} parameters: ours / {name}": {"measured": ratio, "at_most": BOUNDS[name]}
+        for size, found in results.items()
+        for name, ratio in found["ratio_of_ours"].items()
+    }
+    if arguments.json:
+        print(common.write_result("optimizer", {"figures": figures, "sizes": results}))
+    return int(any(figure["measured"] > figure["at_most"] for figure in figures.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
