@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 from triton_programs import run
 
 from narrowgauge.numerics import hadamard, kernels, packing, rounding
-from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, Format
+from narrowgauge.numerics.companding import DYNAMIC, LINEAR, SQUARE_ROOT, Companding
+from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, INT4, INT8, UINT4, UINT8, Format
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW, PER_TENSOR, Block
 from narrowgauge.numerics.kernels import twin
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_UP, NVFP4, ScaleRule
@@ -70,6 +72,27 @@ def test_a_gpu_casts_tiles_to_the_bits_of_the_cpu(
         assert codes is not None
         values = kernels.dequantize_blocks(codes.cuda(), scales.cuda(), fmt, block, torch.bfloat16, amax.cuda())
         assert same(values, twin.dequantize_blocks(codes, scales, fmt, block, amax, torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("fmt", "curve"),
+    [*itertools.product((INT8, UINT8, INT4, UINT4), (LINEAR, SQUARE_ROOT)), (INT8, DYNAMIC), (UINT8, DYNAMIC)],
+    ids=repr,
+)
+def test_a_gpu_bends_values_to_the_bits_of_the_cpu(fmt: Format, curve: Companding) -> None:
+    for x in (torch.randn(1000, 20004).bfloat16(), finite_values(517, 1030)):
+        for block, nonzero in ((Block(1, 128), True), (PER_ROW, False)):
+            found = kernels.quantize_blocks(
+                x.cuda(), fmt, block, CURRENT, carrier=torch.float32, count=True, companding=curve, nonzero=nonzero
+            )
+            bend = (True, torch.float32, True, curve, nonzero)
+            expected = twin.quantize_blocks(x, fmt, block, CURRENT, None, 0, *bend)
+            assert all(map(same, found, expected))
+            codes, scales = expected[0], expected[2]
+            assert codes is not None
+            values = kernels.dequantize_blocks(codes.cuda(), scales.cuda(), fmt, block, companding=curve)
+            assert same(values, twin.dequantize_blocks(codes, scales, fmt, block, None, torch.float32, curve))
 
 
 @pytest.mark.gpu
