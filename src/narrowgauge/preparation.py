@@ -124,10 +124,10 @@ def _store(
     theirs = {p: optimizer.state[p] for p in parameters_of(optimizer) if optimizer.state.get(p)}
 
     def take_over(old: nn.Parameter, new: nn.Parameter, values: Tensor) -> None:
-        if new is not old:
-            ours.names[new] = ours.names.pop(old)
         saved = theirs.pop(old, None)
         ours.state.pop(old, None)
+        if new is not old:
+            ours.hand_over(old, new)
         if saved is not None:
             ours.take_state(new, saved)
         ours.set_values(new, values)
