@@ -21,7 +21,8 @@ def override(parameter: Tensor, **fields: Any) -> None:
 
     fields: those of `StateFormats`. Later overrides go over earlier ones, and an optimizer's own over these. What is
     asked for holds whatever the parameter's size, unless min_state_size is among the fields. `prepare` hands the
-    override on to what it puts in the parameter's place; `copy.deepcopy` of a torch Parameter does not copy it.
+    override on to what it puts in the parameter's place, and a copy of an optimizer has it; `copy.deepcopy` of a model
+    does not copy it, as torch copies no attributes of a Parameter.
     Raises NarrowgaugeError for anything but a tensor, RecipeError for an unknown field or a format that cannot play
     the role.
     """

@@ -14,12 +14,14 @@ from narrowgauge.numerics.scaling import ULP
 from narrowgauge.optim import offload as offloading
 from narrowgauge.optim import storage
 from narrowgauge.optim.formats import StateFormats
+from narrowgauge.optim.overrides import ATTRIBUTE, overrides_of
 from narrowgauge.optim.parameters import FormattedOptimizer
 from narrowgauge.optim.update import Item, is_residual, read, write_parameter
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 MASTER = "master"
+_GIVEN = "_given"
 
 
 class _Written(NamedTuple):
@@ -262,9 +264,14 @@ class LowPrecisionState(FormattedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("formats", "generator", "offload", "names", "_overrides", "_warns")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        # what parameters were given themselves does not survive torch's copying of them
+        given = {p: overrides_of(p) for p in self.parameters() if overrides_of(p)}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, _GIVEN: given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        for p, fields in state.pop(_GIVEN, {}).items():
+            setattr(p, ATTRIBUTE, fields)
         super().__setstate__(state)
         self._forget_all()
         for p in self.parameters():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -237,3 +239,36 @@ def test_a_parameter_that_takes_the_place_of_another_has_its_overrides() -> None
     assert old not in optimizer.state
     step(optimizer)
     assert optimizer.state[new]["exp_avg"].spec == INT8_MOMENTS["exp_avg"]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_an_optimizer_has_the_overrides(how: Callable[[Any], Any]) -> None:
+    model = Two()
+    ng.optim.override(model.first.weight, **INT8_MOMENTS)
+    optimizer = build(model)
+    optimizer.override(model.second.weight, **INT4_MOMENTS)
+    step(optimizer)
+    twin = how(optimizer)
+    step(twin)
+    assert sorted(kinds(twin)) == sorted(kinds(optimizer)) == ["INT4", "INT8", "torch.float32"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before prepare", "after prepare"])
+def test_an_override_holds_in_a_prepared_model(before: bool) -> None:
+    """narrow8 replaces torch's optimizer, and the weights."""
+    model = Two()
+    wide = {"exp_avg": ng.CastSpec(FP32), "exp_avg_sq": SCALED_FP16}
+    if before:
+        ng.optim.override(model.first.weight, **wide)
+    model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters()), "narrow8")
+    if not before:
+        optimizer.override("first.*", **wide)
+    (model.first.weight.float().sum() + model.second.weight.float().sum() + model.bias.float().sum()).backward()
+    optimizer.step()
+    state = optimizer.state[model.first.weight]
+    assert state["exp_avg"].dtype is torch.float32 and state["exp_avg_sq"].spec.format.name == "FP16"
+    assert optimizer.state[model.second.weight]["exp_avg"].spec.format.name == "INT8"
+    assert optimizer.state[model.bias]["exp_avg"].dtype is torch.float32
+    model, again = ng.prepare(model, optimizer, "fp8_lm_o2")  # another recipe; what was asked for by name stays
+    assert again.state[model.first.weight]["exp_avg"].dtype is torch.float32
+    assert again.state[model.second.weight]["exp_avg"].spec.format.name == "E4M3FN"
