@@ -70,6 +70,30 @@ def test_micro_batches_are_summed_in_float32(recipe: str) -> None:  # case 28
     assert result.loss == 0.0
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_gradients_of_micro_batches_are_cast_once_from_their_exact_sum(parts: int) -> None:  # case 28
+    kept = ng.recipe("narrow8", min_state_size=0)
+    grads = []
+    for recipe in (kept, kept.replace(grad=ng.CastSpec(ng.formats.FP32))):
+        torch.manual_seed(0)
+        net = Net()
+        batches = [(torch.randn(4, 32), torch.randn(4, 32)) for _ in range(parts)]
+        model, optimizer = ng.prepare(net, torch.optim.AdamW(net.parameters()), recipe)
+        scaler = ng.LossScaler(recipe, "cpu")
+        found: list[Tensor] = []
+
+        def keep(found: list[Tensor] = found, model: nn.Module = model) -> None:
+            found.extend(p.grad for p in model.parameters() if p.grad is not None)
+
+        optimizer_step(model, optimizer, scaler, batches, clip=0.0, before_zero_grad=keep)
+        grads.append(found)
+    for narrow, wide in zip(*grads, strict=True):
+        assert isinstance(narrow, ng.QuantizedTensor) and wide.dtype is torch.float32
+        expected = ng.quantize(wide, kept.grad)
+        assert torch.equal(narrow.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(narrow.dequant_scale, expected.dequant_scale)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_accumulation_with_clipping_unscales_once(fused: bool) -> None:  # case 31, case 32
     torch.manual_seed(0)
