@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,6 @@ from narrowgauge.optim.state import MASTER, LowPrecisionState
 from narrowgauge.optim.update import Item, update, values_of_gradient
 
 __all__ = ["MASTER", "LowPrecisionOptimizer"]
-
-
-class _Fused(NamedTuple):
-    """Whether a kernel takes a parameter's step, and what that was asked for."""
-
-    traits: tuple[Any, ...]
-    address: int
-    taken: bool
 
 
 class LowPrecisionOptimizer(LowPrecisionState):
@@ -52,7 +44,6 @@ class LowPrecisionOptimizer(LowPrecisionState):
         super()._forget_all()
         self._key: Tensor | None = None
         self._plan: kernels.Plan | None = None
-        self._fused: dict[int, _Fused] = {}  # by stream: the parameter of an item may be a copy on the host
 
     @torch.compiler.disable  # so that a changed learning rate compiles nothing anew
     @torch.no_grad()
@@ -81,25 +72,10 @@ class LowPrecisionOptimizer(LowPrecisionState):
             self._mark(item.param)
 
     def _update(self, items: list[Item]) -> None:
-        fused = []
-        for item in items:
-            if self._is_fused(item):
-                fused.append(item)
-            else:
-                update(self.rule, item, self._step_key() if item.stochastic else None)
-        if fused:
-            key = self._step_key() if any(item.stochastic for item in fused) else None
-            self._plan = self._plan or kernels.Plan(self.rule)
-            self._plan.run(fused, key)
-
-    def _is_fused(self, item: Item) -> bool:
-        """True where a kernel takes the step; looked up anew where its tensors are others."""
-        traits = (type(item.grad), item.grad.dtype, id(item.master), *map(id, item.moments))
-        known = self._fused.get(item.stream)
-        if known is None or known.traits != traits or known.address != item.param.data_ptr():
-            known = _Fused(traits, item.param.data_ptr(), kernels.takes(self.rule, item))
-            self._fused[item.stream] = known
-        return known.taken
+        key = self._step_key() if any(item.stochastic for item in items) else None
+        self._plan = self._plan or kernels.Plan(self.rule)
+        for item in self._plan.run(items, key):  # what no kernel takes
+            update(self.rule, item, key)
 
     def _items(self, parameters: list[Tensor]) -> list[Item]:
         for p in parameters:  # before anything changes

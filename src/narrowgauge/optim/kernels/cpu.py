@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.kernels import stale
 from narrowgauge.numerics.kernels.cpu_arrays import chunks_of
-from narrowgauge.optim.kernels.items import grad_kind, parts_of, row_of
+from narrowgauge.optim.kernels.items import address_of, grad_kind, parts_of, row_of
 from narrowgauge.optim.kernels.table import NUMBERS, Column, GradKind, ParamKind, RuleCode, numbers_of
 from narrowgauge.optim.rules import Muon, Rule, orthogonalized
 from narrowgauge.optim.update import Item
@@ -69,7 +69,7 @@ class CpuPlan:
         parts = list(chain.from_iterable(map(parts_of, items)))
         seen = (
             list(map(id, parts)),
-            [part.data_ptr() for part in parts],
+            list(map(address_of, parts)),
             [(item.stochastic, item.stream) for item in items],
         )
         if seen != self._seen:

@@ -123,6 +123,11 @@ def _square_root_kind(spec: CastSpec) -> MomentKind | None:
     return kinds.get((spec.format, spec.rounding))
 
 
+def address_of(part: Tensor) -> int:
+    """Where a tensor's memory is, 0 where it has none of its own."""
+    return part.data_ptr() if type(part) in (Tensor, nn.Parameter) else 0
+
+
 def _is_plain(x: Tensor) -> bool:
     """True for a tensor that is its own memory."""
     return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
