@@ -3,13 +3,16 @@
     python benchmarks/tables.py [--check]
 
 --check writes nothing and fails where the README says something else than the result files. A figure in a result file
-is {"measured": number, "at_most" or "at_least": number}; ratios have no unit, others name it in the figure's name.
+is {"measured": number, "at_most": number, "at_least": number}, with one goal or with both; ratios have no unit, others
+name it in the figure's name.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +31,27 @@ def newest_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return newest
 
 
+def is_met(figure: Mapping[str, float]) -> bool:
+    """True where what was measured lies inside its goals; NaN never does."""
+    least, most = figure.get("at_least", -math.inf), figure.get("at_most", math.inf)
+    return least <= figure["measured"] <= most
+
+
+def goal(figure: Mapping[str, float]) -> str:
+    """The goals in words: ">= 1", "<= 2", "1 to 2"."""
+    if "at_least" in figure and "at_most" in figure:
+        return f"{figure['at_least']:g} to {figure['at_most']:g}"
+    return f"<= {figure['at_most']:g}" if "at_most" in figure else f">= {figure['at_least']:g}"
+
+
 def markdown(results: dict[str, dict[str, Any]]) -> str:
     """The table: one row a figure, losses among the wins."""
     lines = ["| figure | measured | goal | | from |", "|---|---|---|---|---|"]
     for result in results.values():
         for name, figure in result.get("figures", {}).items():
-            at_most = "at_most" in figure
-            goal = figure["at_most"] if at_most else figure["at_least"]
-            met = figure["measured"] <= goal if at_most else figure["measured"] >= goal
             source = f"[`{Path(result['command'].split()[1]).name}`](benchmarks/results/{result['path'].name})"
-            sign = "<=" if at_most else ">="
-            lines.append(
-                f"| {name} | {figure['measured']:.3f} | {sign} {goal:g} | {'met' if met else 'missed'} | {source} |"
-            )
+            outcome = "met" if is_met(figure) else "missed"
+            lines.append(f"| {name} | {figure['measured']:.3f} | {goal(figure)} | {outcome} | {source} |")
     hardware = [result["hardware"] for result in results.values()]
     devices = sorted({f"{found['device']}, {found['threads']} threads" for found in hardware})
     if not results:

@@ -31,7 +31,12 @@ def checkout(tmp_path):
     for name, figures in {
         "2026-01-01-cpu-speed": {"ratio": {"measured": 9.0, "at_most": 1.0}},
         "2026-02-01-cpu-speed": {"ratio": {"measured": 0.5, "at_most": 1.0}},
-        "2026-01-05-cpu-loss": {"gap": {"measured": 0.5, "at_least": 1.0}},
+        "2026-01-05-cpu-loss": {
+            "gap": {"measured": 0.5, "at_least": 1.0},
+            "above": {"measured": 0.5, "at_least": 0.1, "at_most": 0.4},
+            "within": {"measured": -0.01, "expected": 0.0, "at_least": -0.03, "at_most": 0.03},
+            "lost": {"measured": float("nan"), "at_most": 1.0},
+        },
     }.items():
         result = {
             "command": "python benchmarks/x.py",
@@ -52,6 +57,9 @@ def test_the_table_has_the_newest_results_losses_among_the_wins(checkout):
     text = (checkout / "README.md").read_text()
     assert "| ratio | 0.500 | <= 1 | met |" in text
     assert "| gap | 0.500 | >= 1 | missed |" in text
+    assert "| above | 0.500 | 0.1 to 0.4 | missed |" in text
+    assert "| within | -0.010 | -0.03 to 0.03 | met |" in text
+    assert "| lost | nan | <= 1 | missed |" in text
     assert "9.000" not in text
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -97,7 +105,68 @@ def test_bench_outside_a_checkout_says_where_the_scripts_are(monkeypatch, tmp_pa
     assert "part of the repository" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "common"))
+def result_of(done: subprocess.CompletedProcess[str], folder: Path) -> dict:
+    """The one result file that a script has written."""
+    (path,) = folder.glob("*.json")
+    assert str(path) in done.stdout
+    return json.loads(path.read_text())
+
+
+def test_a_rows_window_has_two_sides_and_follows_from_its_expected_distance(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from ablations import ROWS, YARDSTICKS
+
+    windows = {name: row.window for name, row in ROWS.items()}
+    assert windows["exp_avg E4M3"] == (-0.03, 0.03)
+    assert windows["exp_avg_sq FP16, unscaled"] == (0.788, 3.152)  # half and twice 3.203 - 1.627
+    assert {row.yardstick for row in ROWS.values()} == set(YARDSTICKS)
+    assert all(row.window[0] > 0.03 for row in ROWS.values() if row.breaks)  # no break passes for harmless
+
+
+@pytest.mark.slow
+def test_every_row_of_the_ablations_runs_and_what_needs_no_training_is_as_expected(tmp_path):
+    done = run_script("ablations", "--steps", "1", "--seeds", "1", "--json", NARROWGAUGE_RESULTS=str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr  # nothing breaks in one step
+    figures = result_of(done, tmp_path)["figures"]
+    assert len(figures) == 16 + 3 + 6
+    missed = {name for name, f in figures.items() if not f["at_least"] <= f["measured"] <= f["at_most"]}
+    breaks = ("unscaled", "per tensor", "to nearest")
+    assert all(any(word in name for word in breaks) and "square root" not in name for name in missed), missed
+    assert any("unscaled" in name for name in missed)
+
+
+@pytest.mark.slow
+def test_parity_of_the_recipes_of_training_state_runs_and_counts_their_bytes(tmp_path):
+    words = ("--recipes", "fp32", "fp8_lm_o2", "narrow8", "--steps", "2", "--seeds", "1", "--json")
+    done = run_script("parity", *words, NARROWGAUGE_RESULTS=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = result_of(done, tmp_path)
+    bytes_of = {name: repeats[0]["bytes_per_parameter"] for name, repeats in result["repeats"].items()}
+    assert bytes_of["fp32"] == pytest.approx(16, abs=0.01)
+    assert bytes_of["fp8_lm_o2"] == pytest.approx(2 + 1 + 1 + 2, abs=0.05)
+    # tiles of 128 in rows of 96 and 384: at most 2 x 4 bytes of scales for 96 values
+    assert 2 + 1 + 1 + 2 < bytes_of["narrow8"] < 6 + 8 / 96 + 0.02
+    assert set(result["figures"]) == {
+        "validation loss of fp8_lm_o2, distance from fp32's", "validation loss of narrow8, distance from fp32's",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_gradient_release_and_offload_change_no_bit_of_the_default_gpt(tmp_path):
+    done = run_script("training", "--repeats", "1", "--json", NARROWGAUGE_RESULTS=str(tmp_path))
+    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine misses the speed
+    result = result_of(done, tmp_path)
+    changed = {name: f["measured"] for name, f in result["figures"].items() if name.startswith("bytes of parameters")}
+    assert len(changed) == 4
+    assert set(changed.values()) == {0}
+    size = result["bytes_per_parameter"]
+    assert size["narrow8, gradient release"]["total"] < size["narrow8"]["total"] - 1
+    assert "grad" not in size["narrow8_sr, gradient release"]
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in ("common", "reference"))
+)
 def test_every_script_explains_itself(script):
     done = run_script(script, "--help")
     assert done.returncode == 0, done.stderr

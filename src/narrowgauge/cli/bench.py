@@ -17,15 +17,22 @@ SCRIPTS = {
     "linear": "forward and backward of a linear layer by every recipe, against torch and torchao",
     "casts": "the casts of every recipe, against a copy of the same array",
     "sqnr": "signal to noise of a layer's products by every recipe, against its derivation",
+    "optimizer": "optimizer steps with 8-bit state, against torch, torchao and bitsandbytes",
+    "memory": "bytes of parameters, gradients and states, and a step's peak, by every recipe",
+    "state_error": "signal to noise of optimizer states by every code",
+    "training": "tokens/s of the default GPT by narrow8, against torch's bfloat16 autocast",
+    "parity": "validation loss of a small GPT by every recipe, against float32 (hours)",
+    "ablations": "validation loss of a small GPT, one narrow format at a time (an hour)",
 }
 
 
 def bench(argv: Sequence[str]) -> int:
     """Run `benchmarks/WHAT.py` with the options after it; return its exit code."""
+    width = max(map(len, SCRIPTS))
     parser = Parser(
         "bench",
         "Measure this machine; ratios are taken within one run. The scripts are in the repository's benchmarks/.\n\n"
-        + "\n".join(f"  {name:<8} {what}" for name, what in SCRIPTS.items()),
+        + "\n".join(f"  {name:<{width}} {what}" for name, what in SCRIPTS.items()),
         ["narrowgauge bench casts", "narrowgauge bench linear --json"],
     )
     parser.add_argument("what", choices=SCRIPTS, help="what to measure")
