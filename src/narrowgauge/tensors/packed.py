@@ -99,7 +99,8 @@ class PackedTensor(Tensor):
             tensor._refuse(str(func))
         if func.is_view and isinstance(args[0], cls):
             with torch.inference_mode(args[0].is_inference()):  # a view shares its base's version counter
-                return func(_View(args[0], torch.empty(args[0].shape, device="meta")), *args[1:], **kwargs)
+                whole = _View(args[0], torch.empty(args[0].shape, device="meta"))  # type: ignore[arg-type]
+                return func(whole, *args[1:], **kwargs)
 
         def unwrap(x: Any) -> Any:
             if isinstance(x, cls):
