@@ -21,7 +21,8 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         remedy = "pass None to prepare the model alone" if isinstance(optimizer, Optimizer) else "pass the optimizer"
         raise ConversionError(
-            f"optimizer: expected torch.optim.AdamW, Adam, SGD or Muon, or one of narrowgauge.optim, found {kind}: {remedy}"
+            f"optimizer: expected torch.optim.AdamW, Adam, SGD or Muon, or one of narrowgauge.optim, found {kind}: "
+            f"{remedy}"
         )
     owned = {id(p) for p in model.parameters()}
     for at, group in enumerate(optimizer.param_groups):

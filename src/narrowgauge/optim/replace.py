@@ -33,8 +33,8 @@ def replacement(
     """The optimizer that takes the place of `optimizer`: the same groups (the very list), and its formats.
 
     One of ours takes up the recipe's formats and stays. names: of the parameters, for overrides and errors. The state
-    is not moved yet: see `LowPrecisionOptimizer.take_state`. offload: where the state is kept. Raises RecipeError for a moment that the optimizer does
-    not have, ConversionError for options that ours has not.
+    is not moved yet: see `LowPrecisionOptimizer.take_state`. offload: where the state is kept. Raises RecipeError for a
+    moment that the optimizer does not have, ConversionError for options that ours has not.
     """
     formats = StateFormats.of(recipe)
     kind = _kind_of(optimizer)
