@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -167,3 +169,10 @@ def test_decode_follows_the_device_and_dtype_asked_for() -> None:
     codes = rounding.encode(torch.tensor([0.5, 6.0, -3.0]), formats.E2M1FN)
     assert rounding.decode(codes, formats.E2M1FN, torch.bfloat16).tolist() == [0.5, 6.0, -3.0]
     assert rounding.round_to(torch.tensor([0.1], dtype=torch.float64), FP32).dtype is torch.float32
+
+
+def test_roots_are_correctly_rounded() -> None:
+    bits = torch.randint(0, 0x7F800000, (1 << 18,), generator=torch.Generator().manual_seed(0)).int()
+    x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 2.0**-149, torch.inf])])
+    assert torch.equal(rounding.root(x), torch.from_numpy(np.sqrt(x.numpy())))  # numpy's is the processor's
+    assert rounding.root(torch.tensor(2.0, dtype=torch.float64)).item() == math.sqrt(2.0)
