@@ -99,6 +99,21 @@ def test_square_root_by_hand() -> None:
     assert signed.codes is not None and signed.codes.tolist() == [[-127, -64, 0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("fmt", [INT8, UINT8, INT4, UINT4, E4M3FN], ids=repr)
+def test_ties_on_the_root_and_their_neighbours(fmt: Format) -> None:
+    # (c + 1/2)^2 is a float32, and its root a tie; an ulp less or more is none. An approximate root gets some wrong.
+    limit = fmt.max**2
+    middles = (torch.arange(int(min(fmt.max, 255))) + 0.5).double().square().float()
+    around = [middles.nextafter(torch.tensor(0.0)), middles, middles.nextafter(torch.tensor(torch.inf))]
+    x = torch.cat([torch.tensor([limit]), *around])[None]  # amax is the limit: the scale is 1
+    assert_equals_scalar_twin(x, fmt, Block(1, 4096), CURRENT, companding=SQUARE_ROOT)
+    if fmt.is_integer:
+        q = kernels.quantize_blocks(x, fmt, Block(1, 4096), CURRENT, companding=SQUARE_ROOT)
+        c = torch.arange(len(middles))
+        even = c + c % 2
+        assert q.codes is not None and q.codes[0, 1:].tolist() == [*c.tolist(), *even.tolist(), *(c + 1).tolist()]
+
+
 def test_scalar_square_root_is_that_of_ieee_754() -> None:
     bits = np.random.default_rng(0).integers(0, 0x7F800001, 3000).tolist()
     bits += [0, 1, 2, 3, 0x7FFFFF, 0x800000, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x7F7FFFFF, 0x7F800000]
