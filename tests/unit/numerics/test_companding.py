@@ -101,7 +101,8 @@ def test_square_root_by_hand() -> None:
 
 @pytest.mark.parametrize("fmt", [INT8, UINT8, INT4, UINT4, E4M3FN], ids=repr)
 def test_ties_on_the_root_and_their_neighbours(fmt: Format) -> None:
-    # (c + 1/2)^2 is a float32, and its root a tie; an ulp less or more is none. An approximate root gets some wrong.
+    # (c + 1/2)^2 is a float32, and its root a tie. So is, rounded to float32, the root of some of its neighbours: the
+    # twin knows which, and a root that is an ulp off does not
     limit = fmt.max**2
     middles = (torch.arange(int(min(fmt.max, 255))) + 0.5).double().square().float()
     around = [middles.nextafter(torch.tensor(0.0)), middles, middles.nextafter(torch.tensor(torch.inf))]
@@ -110,8 +111,7 @@ def test_ties_on_the_root_and_their_neighbours(fmt: Format) -> None:
     if fmt.is_integer:
         q = kernels.quantize_blocks(x, fmt, Block(1, 4096), CURRENT, companding=SQUARE_ROOT)
         c = torch.arange(len(middles))
-        even = c + c % 2
-        assert q.codes is not None and q.codes[0, 1:].tolist() == [*c.tolist(), *even.tolist(), *(c + 1).tolist()]
+        assert q.codes is not None and q.codes[0, 1:].view(3, -1)[1].tolist() == (c + c % 2).tolist()
 
 
 def test_scalar_square_root_is_that_of_ieee_754() -> None:
