@@ -31,9 +31,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """True where no value is infinite or NaN; of quantized tensors their amax says so. Waits for the device once."""
+    """True where no value is infinite or NaN, as no integer is; of quantized tensors their amax says so.
+
+    Waits for the device once.
+    """
     tensors = [t._values() if t.is_sparse else t for t in tensors]
-    tensors = [t for t in tensors if t.numel()]
+    tensors = [t for t in tensors if t.numel() and (t.is_floating_point() or t.is_complex())]
     if not tensors:
         return True
     # the largest magnitude shows both, and cannot itself overflow as a sum could

@@ -110,6 +110,26 @@ def test_a_sparse_gradient_names_its_parameter_before_anything_changes(kind: Any
     assert torch.equal(dense, torch.ones(4, 4)) and not optimizer.state
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_gradient_that_is_not_floating_names_its_parameter_before_anything_changes(
+    dtype: torch.dtype, prepared: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer: Any = ng.optim.AdamW(model.named_parameters())
+    if prepared:  # by then the look for infinite values has seen it
+        model, optimizer = ng.prepare(model, optimizer, "narrow8")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad_dtype = None
+        p.grad = torch.ones(p.shape)
+    model[1].weight.grad = torch.ones(64, 64, dtype=dtype)
+    with pytest.raises(NarrowgaugeError, match=f"'1.weight': expected a floating gradient, found {dtype}"):
+        optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(state["step"] for state in optimizer.state.values())
+
+
 @pytest.mark.parametrize(
     "groups",
     [
