@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +114,49 @@ def test_digits_come_back_when_the_recipe_changes_again(recipe: str, bound: floa
     assert all("master" not in optimizer.state[p] for p in model.parameters())
     losses = steps(model, optimizer, 3)
     assert losses[-1] < losses[0]
+
+
+class WithEmpty(nn.Module):
+    """A layer of no outputs before another one, in a group that ends with it."""
+
+    def __init__(self, empty: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.full = nn.Linear(16, 32)
+        self.empty = nn.Linear(16, 0) if empty else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.full(x)
+        return y if self.empty is None else torch.cat([self.empty(x), y], dim=-1)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("recipe", ["fp8_current", *NARROW])
+def test_a_layer_without_outputs_counts_its_steps(recipe: str, tmp_path: Path) -> None:  # case 46
+    def build(empty: bool) -> tuple[WithEmpty, torch.optim.Optimizer]:
+        model = WithEmpty(empty)
+        groups = [{"params": list(model.parameters())}, {"params": []}]
+        return ng.prepare(model, torch.optim.AdamW(groups, lr=1e-2), ng.recipe(recipe, min_state_size=0))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(8, 16)).float().square().sum().backward()
+            torch.manual_seed(seed)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    alone, (model, optimizer) = build(False), build(True)
+    train(*alone)
+    train(model, optimizer)
+    fresh = build(True)
+    ng.save(tmp_path / "state", model, optimizer)
+    ng.load(tmp_path / "state", *fresh)
+    for each, its in ((model, optimizer), fresh):
+        assert [int(its.state[p]["step"]) for p in each.parameters()] == [3] * 4
+        for p, q in zip(each.full.parameters(), alone[0].parameters(), strict=True):
+            assert torch.equal(p.detach().float(), q.detach().float())
+        assert each.empty.weight.shape == (0, 16)
 
 
 @pytest.mark.parametrize("recipe", NARROW)

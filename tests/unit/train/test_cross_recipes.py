@@ -222,6 +222,8 @@ def test_masters_follow_when_only_the_model_is_loaded(
     train((model, optimizer), range(2, 3))
     for name, p in model.named_parameters():
         assert bits(p.data) == bits(new[name]), name
+        if recipe in ("narrow8", "lossless"):  # digits of the old value are gone
+            assert torch.equal(optimizer.full_values(p), new[name].float()), name
     optimizer.param_groups[0]["lr"] = 1e-3
     train((model, optimizer), range(3, 4))
     for name, p in model.named_parameters():
