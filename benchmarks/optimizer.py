@@ -18,9 +18,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import common
@@ -88,21 +90,38 @@ def is_absent(name: str) -> str | None:
 
 
 def time_peer(name: str, count: int, side: int, repeats: int, limit_s: float) -> dict[str, Any]:
-    """The seconds of a peer's steps, in a process of its own: {"repeats_s"}, {"at_least_s"} or {"absent"}."""
+    """The seconds of a peer's steps, in a process of its own: {"repeats_s"}, {"at_least_s"} or {"absent"}.
+
+    limit_s: for the first step, which may compile, and again for all others.
+    """
     absent = is_absent(name)
     if absent is not None:
         return {"absent": absent}
     shape = ["--matrices", str(count), "--size", str(side), "--repeats", str(repeats)]
     command = [sys.executable, __file__, "--only", name, *shape]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        assert child.stdout is not None
+        start = time.perf_counter()
+        with killed_after(child, limit_s):
+            first = child.stdout.readline()
+        if not first:
+            stopped = time.perf_counter() - start >= limit_s
+            why = f"no step within {limit_s:g} s" if stopped else f'its step failed, see --only "{name}"'
+            return {"absent": why}
+        with killed_after(child, limit_s):
+            seconds = [json.loads(line) for line in child.stdout]
+    return {"repeats_s": seconds} if seconds else {"at_least_s": limit_s}
+
+
+@contextmanager
+def killed_after(child: subprocess.Popen[str], limit_s: float) -> Iterator[None]:
+    """Ends the process where the body takes longer."""
+    timer = threading.Timer(limit_s, child.kill)
+    timer.start()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired as stopped:
-        # lines are written after each step: what came of them says how long one takes, at least
-        begun = (stopped.stdout or b"").decode().splitlines()
-        return {"at_least_s": limit_s} if len(begun) < 2 else {"repeats_s": [json.loads(line) for line in begun[1:]]}
-    if done.returncode:
-        return {"absent": f"its step failed: {done.stderr.strip().splitlines()[-1]}"}
-    return {"repeats_s": [json.loads(line) for line in done.stdout.splitlines()[1:]]}
+        yield
+    finally:
+        timer.cancel()
 
 
 def run_peer(name: str, count: int, side: int, repeats: int) -> int:
@@ -156,7 +175,12 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of a large matrix")
     parser.add_argument("--small", type=int, default=4000, help="how many small tensors")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--limit-s", type=float, default=300, help="stop a peer that takes longer for all its steps")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=300,
+        help="stop a peer whose first step takes longer, or whose others together do",
+    )
     parser.add_argument("--only", choices=PEERS, help="time this peer alone, and print the seconds of each step")
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
     arguments = parser.parse_args()
