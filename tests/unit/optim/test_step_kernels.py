@@ -156,6 +156,19 @@ def test_a_plan_notices_what_changed_between_its_steps() -> None:
     assert same_bits(item.param, twin.param)
 
 
+def test_a_plan_does_not_step_beyond_a_parameter_that_shrank_in_place() -> None:
+    item = make("fp32", "fp32", (SIGNED, UNSIGNED), ADAM, (8, 128), 18)
+    plan = Plan(Rule.ADAM)
+    assert plan.run([item]) == []
+    before = item.param.detach().clone()
+    item.param.data = item.param.data[:4]  # the same memory, and the moments of the whole
+    shrunk = item._replace(grad=item.grad[:4].clone())
+    assert plan.run([shrunk]) == [shrunk]
+    assert torch.equal(item.param, before[:4])
+    with pytest.raises(RuntimeError, match="shape"):
+        update(Rule.ADAM, shrunk, KEY)
+
+
 def test_a_plan_returns_what_the_kernels_do_not_take() -> None:
     taken = make("fp32", "fp32", (SIGNED, UNSIGNED), ADAM, (8, 128), 13)
     half = taken._replace(grad=taken.grad.half())

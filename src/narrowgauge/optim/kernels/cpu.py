@@ -51,7 +51,7 @@ class CpuPlan:
     def run(self, items: Sequence[Item], key: Tensor | None = None) -> list[Item]:
         """`Plan.run`, in one call."""
         self._look_up(items)
-        grads = [None if row is None else _gradient(item) for item, row in zip(items, self._rows, strict=True)]
+        grads = [None if row is None else _gradient(item, row) for item, row in zip(items, self._rows, strict=True)]
         known = [i for i, grad in enumerate(grads) if grad is not None]
         if known:
             table = np.array([self._rows[i] for i in known], np.int64)
@@ -121,10 +121,11 @@ def _numbers(items: Sequence[Item]) -> np.ndarray:
     return rows[index]
 
 
-def _gradient(item: Item) -> tuple[int, int, int, Tensor] | None:
+def _gradient(item: Item, row: list[int]) -> tuple[int, int, int, Tensor] | None:
     """Kind, address and address of the scale of a gradient, and what holds them; None where the kernels lack it."""
     grad, kind, scale = item.grad, grad_kind(item.grad), 0
-    if kind is None or grad.numel() != item.param.numel():
+    # the row's size, since a parameter may have shrunk in place: its memory is where it was
+    if kind is None or grad.numel() != row[Column.VALUES]:
         return None
     if isinstance(grad, QuantizedTensor):
         grad, scale = grad.codes, grad.dequant_scale.data_ptr()
