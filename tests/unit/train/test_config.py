@@ -29,6 +29,7 @@ def test_yaml_round_trip_keeps_every_value() -> None:
 
 
 def test_the_default_configuration_holds_together() -> None:
+    assert TrainConfig().recipe == "narrow8"
     TrainConfig().check()
 
 
