@@ -133,19 +133,25 @@ def build_optimizers(model: nn.Module, setting: Setting) -> list[Optimizer]:
     return [torch.optim.AdamW(groups, **adam)]
 
 
+def build(setting: Setting, seed: int) -> tuple[GPT, list[Optimizer]]:
+    """The model, with the weights of the seed, and its optimizers, ready to train."""
+    torch.manual_seed(seed)
+    model = make_model(setting.model)
+    optimizers = build_optimizers(model, setting)
+    if setting.optimizer == "AdamW":
+        model, optimizers[0] = ng.prepare(model, optimizers[0], setting.recipe)
+    else:
+        ng.prepare(model, None, setting.recipe)
+    return model, optimizers
+
+
 def train(job: Job) -> dict[str, float]:
     """Train and validate: {"validation_loss": nats a byte, "train_s": seconds, "bytes_per_parameter": all of them}.
 
     A run that is stopped for its gradients is validated as it is then. Sets the number of threads to one.
     """
     torch.set_num_threads(1)  # the model is too small for two, and one repeats bitwise
-    torch.manual_seed(job.seed)
-    model = make_model(job.setting.model)
-    optimizers = build_optimizers(model, job.setting)
-    if job.setting.optimizer == "AdamW":
-        model, optimizers[0] = ng.prepare(model, optimizers[0], job.setting.recipe)
-    else:
-        ng.prepare(model, None, job.setting.recipe)
+    model, optimizers = build(job.setting, job.seed)
     text = load_text()
     start = time.perf_counter()
     try:
