@@ -61,6 +61,33 @@ def test_a_skipped_step_leaves_everything_untouched(kind: str, recipe: str, bad:
     assert same(run(True), run(False))
 
 
+@pytest.mark.parametrize("recipe", ["narrow8", "fp8_lm_o2", "fp8_lm_o3"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_the_cast_of_a_gradient_saturates_is_seen(recipe: str, bad: float) -> None:  # case 21
+    """Infinity is the largest code of an 8-bit gradient, and its state is in 8 bits too."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = ng.prepare(model, optimizer, ng.recipe(recipe, min_state_size=1))
+    model(torch.ones(4, 32)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def bits() -> list[Tensor]:
+        kept = [*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())]
+        stored = [t.detach() for t in kept if isinstance(t, Tensor)]
+        parts = [(t.codes, t.dequant_scale, t.amax) if isinstance(t, ng.QuantizedTensor) else (t,) for t in stored]
+        return [part.clone().reshape(-1).view(torch.uint8) for each in parts for part in each]
+
+    before = bits()
+    wide = torch.ones(16, 32)
+    wide[3, 3] = bad
+    model[1].weight.grad = ng.quantize(wide, ng.recipe(recipe).grad)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert same(before, bits())
+    assert [optimizer.state[p]["step"] for p in model.parameters()] == [1] * 4
+
+
 def test_bad_gradients_do_not_add_up_into_later_steps() -> None:  # case 25
     model, optimizer = ng.prepare(*_layer_and_sgd(), "fp16")
     scaler = ng.LossScaler("fp16", init_scale=1024.0)
