@@ -20,7 +20,7 @@ from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.groups import check_optimizer, match_state_dtypes, replace_parameters
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard, parameters_of
-from narrowgauge.optim.replace import needs_own, replacement, unused_moments
+from narrowgauge.optim.replace import current, needs_own, replacement, unused_moments
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import COMM_ROLES, CastSpec, Recipe
 
@@ -44,12 +44,13 @@ def prepare(
     """Make `model` and `optimizer` run by `recipe`, in place; returns both.
 
     - Linear layers and norms are converted (see `convert`; `report(model)` lists them).
-    - Trainable parameters are brought into the recipe's `param` format. Where that replaces parameter objects, the
-      optimizer's groups take the new ones in the same order, so schedulers built before go on working; references that
-      the caller holds to the old objects do not.
+    - Trainable parameters are brought into the recipe's `param` format, also those that the optimizer does not hold,
+      for which no master is kept. Where that replaces parameter objects, the optimizer's groups take the new ones in
+      the same order, so schedulers built before go on working; references that the caller holds to the old objects do
+      not.
     - Where the recipe keeps parameters, gradients or moments as torch's optimizers cannot, the optimizer is replaced by
       narrowgauge.optim's of the same name, with the same list of groups and the state that there is, cast anew. The
-      one that was given then refuses to step.
+      one that was given goes on as another name of it, so loops and schedulers that hold it work.
     - Gradients of parameters with at least `recipe.min_state_size` values are cast by the recipe's `grad` as soon as
       backward has made them; see `accumulate`.
     - optimizer.step() skips steps with non-finite gradients, and says so in `optimizer.step_was_skipped`; max_skips of
@@ -76,6 +77,7 @@ def prepare(
     if hasattr(model, "_orig_mod"):
         raise ConversionError("the model is compiled already: call prepare first, then torch.compile")
     recipe = library.recipe(recipe).resolve(device_of(model))
+    optimizer = current(optimizer)
     if optimizer is not None:
         check_optimizer(optimizer, model)
     (_, first), *later = recipe.phases
@@ -120,19 +122,30 @@ def _store(
             match_state_dtypes(optimizer)
         return stored, optimizer
     names = {p: name for name, p in model.named_parameters()}
-    ours = replacement(optimizer, recipe, names, offload)
     theirs = {p: optimizer.state[p] for p in parameters_of(optimizer) if optimizer.state.get(p)}
+    ours = replacement(optimizer, recipe, names, offload)
+    held = set(parameters_of(optimizer))
+    unheld: list[str] = []
 
     def take_over(old: nn.Parameter, new: nn.Parameter, values: Tensor) -> None:
         saved = theirs.pop(old, None)
         ours.state.pop(old, None)
         if new is not old:
             ours.hand_over(old, new)
+        if old not in held:  # another optimizer's, or none's: a state of it would belong to no group
+            unheld.append(ours.names.get(new, ""))
+            return
         if saved is not None:
             ours.take_state(new, saved)
         ours.set_values(new, values)
 
-    stored = store(model, recipe, full_values=full_values, on_stored=take_over)
+    stored = store(model, recipe, full_values=full_values, held=held, on_stored=take_over)
+    if unheld and recipe.master is not None:
+        stored.warnings.append(
+            f"{len(unheld)} trainable parameters are in no group of the optimizer (the first: '{unheld[0]}'): recipe "
+            f"'{recipe.name}' stores them as ({recipe.param}) like all others, and none keeps the digits that this "
+            "loses; add them to a group, or before prepare call requires_grad_(False) on what is not trained"
+        )
     replace_parameters(ours, stored.replaced)
     for p, saved in theirs.items():  # of parameters that are stored as before
         values = p.detach() if before is None else before.full_values(p)

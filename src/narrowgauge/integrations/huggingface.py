@@ -20,6 +20,7 @@ from narrowgauge.models.fp8_layout import to_fp8
 from narrowgauge.models.gpt import GPT
 from narrowgauge.models.llama_layout import check_llama, to_llama
 from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.replace import current
 from narrowgauge.tensors.quantized import QuantizedTensor
 from narrowgauge.train.folder import os_errors
 
@@ -89,6 +90,7 @@ def export_llama(
 def _full_values(model: GPT, optimizer: torch.optim.Optimizer | None) -> Mapping[str, Tensor]:
     """The state dict in float32 on the CPU, parameters with all digits that the optimizer holds."""
     state = {name: _plain(value) for name, value in model.state_dict().items()}
+    optimizer = current(optimizer)
     if isinstance(optimizer, LowPrecisionOptimizer):
         held = set(optimizer.parameters())
         for name, p in model.named_parameters(remove_duplicate=False):

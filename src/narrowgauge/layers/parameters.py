@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +33,12 @@ class Stored:
 
 
 def store(
-    model: nn.Module, recipe: Recipe, *, full_values: FullValues | None = None, on_stored: OnStored | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    full_values: FullValues | None = None,
+    held: Container[nn.Parameter] | None = None,
+    on_stored: OnStored | None = None,
 ) -> Stored:
     """Bring the trainable parameters of `model` into the recipe's `param` format; frozen ones stay as they are.
 
@@ -42,14 +47,15 @@ def store(
     others float32. A parameter object is replaced only where it becomes, or was, a QuantizedTensor of another spec:
     the new one has its name, attributes, hooks and gradient.
 
-    full_values: reads all digits of a parameter, where a master completes it; left out, they are its own. on_stored:
-    told of each parameter whose storage changed, one after the other, as soon as it has: the digits that the new
-    storage has lost are in its last argument, and nowhere else afterwards.
+    full_values: reads all digits of a parameter, where a master completes it; left out, they are its own. held: the
+    parameters whose masters it knows; None: all. on_stored: told of each parameter whose storage changed, one after the
+    other, as soon as it has: the digits that the new storage has lost are in its last argument, and nowhere else
+    afterwards.
 
     Raises ConversionError, before anything changes, for a parameter whose size is not known yet, and for one of at most
     8 bits that shall be stored otherwise while no `full_values` tell what its codes have lost.
     """
-    _check(model, recipe, full_values)
+    _check(model, recipe, () if full_values is None else held)
     stored = Stored()
     quantized = set() if _is_plain(recipe.param) else {id(p) for p in quantized_by(model, recipe)}
     from_half: list[tuple[str, torch.dtype]] = []
@@ -104,7 +110,7 @@ def _is_plain(spec: CastSpec) -> bool:
     return spec == CastSpec(FP32) or spec.format is BF16
 
 
-def _check(model: nn.Module, recipe: Recipe, full_values: FullValues | None) -> None:
+def _check(model: nn.Module, recipe: Recipe, held: Container[nn.Parameter] | None) -> None:
     for name, p in model.named_parameters():
         if is_lazy(p):
             if recipe.param != CastSpec(FP32):
@@ -112,7 +118,7 @@ def _check(model: nn.Module, recipe: Recipe, full_values: FullValues | None) -> 
                     f"parameter '{name}' has no size yet, and recipe '{recipe.name}' stores parameters as "
                     f"({recipe.param}): run one forward pass first"
                 )
-        elif p.requires_grad and isinstance(p.data, QuantizedTensor) and full_values is None:
+        elif p.requires_grad and isinstance(p.data, QuantizedTensor) and held is not None and p not in held:
             if p.data.spec != recipe.param and p.data.spec.format.is_narrow:
                 raise ConversionError(
                     f"parameter '{name}' is stored as ({p.data.spec}), and recipe '{recipe.name}' stores "

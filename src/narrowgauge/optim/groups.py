@@ -32,6 +32,12 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
                     f"optimizer: parameter {i} of group {at}, shape {list(p.shape)}, is none of the model's: build the "
                     "optimizer from model.parameters() after the last change to the model, and before prepare"
                 )
+            if p.is_meta:
+                raise ConversionError(
+                    f"optimizer: parameter {i} of group {at}, shape {list(p.shape)}, is on the meta device and has no "
+                    "values, and whatever gives it some puts another one in its place: call "
+                    "model.to_empty(device=...) and initialise or load the model, then build the optimizer and prepare"
+                )
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:

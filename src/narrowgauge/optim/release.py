@@ -16,6 +16,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clip import total_norm
 from narrowgauge.optim.guard import StepGuard, all_finite
+from narrowgauge.optim.replace import current
 
 PREVIOUS_NORM = "narrowgauge_previous_norm"  # in the optimizer's state dict, where gradients are clipped by it
 _ATTRIBUTE = "_narrowgauge_release"
@@ -43,6 +44,7 @@ def release_gradients(optimizer: Optimizer, max_norm: float | None = None) -> Gr
     scaler, which would have to look at all gradients before the step, and torch's own optimizers, which cannot step
     single parameters.
     """
+    optimizer = current(optimizer)
     if not isinstance(optimizer, LowPrecisionOptimizer):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise NarrowgaugeError(

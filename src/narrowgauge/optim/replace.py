@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from narrowgauge.errors import ConversionError, NarrowgaugeError, RecipeError
+from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.numerics.formats import FP16, FP32
 from narrowgauge.optim.adam import Adam, AdamW
 from narrowgauge.optim.base import LowPrecisionOptimizer
@@ -18,6 +19,14 @@ from narrowgauge.optim.formats import StateFormats
 from narrowgauge.optim.guard import StepGuard
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import MOMENT_ROLES, CastSpec, Recipe
+
+_REPLACED_BY = "_narrowgauge_replaced_by"
+OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
+
+
+def current(optimizer: OptimizerOrNone) -> OptimizerOrNone:
+    """The optimizer that took the place of this one, else itself."""
+    return getattr(optimizer, _REPLACED_BY, optimizer)
 
 
 def needs_own(recipe: Recipe) -> bool:
@@ -96,18 +105,19 @@ def _check_moments(recipe: Recipe, optimizer: Optimizer) -> None:
 
 
 def _retire(optimizer: Optimizer, ours: LowPrecisionOptimizer) -> None:
-    """Refuse steps of the optimizer that was replaced, and tell its schedulers of the steps of the new one."""
+    """Make the optimizer that was replaced another name of ours: for loops and schedulers that hold it."""
     guard = StepGuard.on(optimizer)
     if guard is not None:
         guard.detach()
+    vars(optimizer).pop("step_was_skipped", None)
 
-    def refuse(*args: Any) -> NoReturn:
-        raise NarrowgaugeError(
-            "this optimizer was replaced: expected a step of the one that prepare returned, as in "
-            "`model, optimizer = narrowgauge.prepare(model, optimizer, recipe)`"
-        )
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return ours.step(*args, **kwargs)
 
-    optimizer.register_step_pre_hook(refuse)
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper says
+    methods = {name: getattr(ours, name) for name in ("state_dict", "load_state_dict", "add_param_group")}
+    vars(optimizer).update(methods, step=step, state=ours.state, **{_REPLACED_BY: ours})
+    optimizer.__class__ = _replaced_class(type(optimizer))
     replaced = weakref.ref(optimizer)
 
     def note(*args: Any) -> None:
@@ -116,3 +126,21 @@ def _retire(optimizer: Optimizer, ours: LowPrecisionOptimizer) -> None:
             old._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it asks whether steps were taken
 
     ours.register_step_post_hook(note)
+
+
+@functools.cache
+def _replaced_class(kind: type[Optimizer]) -> type[Optimizer]:
+    """`kind` for an optimizer that was replaced: what it does not have itself is that of the one in its place."""
+
+    def look_up(self: Any, name: str) -> Any:
+        ours = vars(self).get(_REPLACED_BY)
+        if ours is None or name.startswith("__"):
+            raise AttributeError(f"'{kind.__name__}' object has no attribute '{name}'")
+        return getattr(ours, name)
+
+    def copied(self: Any, protocol: Any) -> Any:
+        return vars(self)[_REPLACED_BY].__reduce_ex__(protocol)
+
+    return type(
+        kind.__name__, (kind,), {"__getattr__": look_up, "__reduce_ex__": copied, "__module__": kind.__module__}
+    )

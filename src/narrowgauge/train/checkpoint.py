@@ -17,6 +17,7 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.delayed import is_state_name
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.guard import STEPS, StepGuard
+from narrowgauge.optim.replace import current
 from narrowgauge.train import crossing
 from narrowgauge.train.folder import verify, whole_folder
 from narrowgauge.train.state import Flattener, restore
@@ -52,6 +53,7 @@ def save(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
     """
     path = Path(path)
     model = _plain(model)
+    optimizer = current(optimizer)
     values = {
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else _optimizer_state(model, optimizer),
@@ -94,7 +96,7 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
             file holds pickled code.
     """
     path = Path(path)
-    model = _plain(model)
+    model, optimizer = _plain(model), current(optimizer)
     if is_weights(path):
         if optimizer is not None:
             raise CheckpointError(f"{path} {_NO_OPTIMIZER}")

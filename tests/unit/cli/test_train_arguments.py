@@ -45,10 +45,18 @@ def test_a_written_configuration_is_read_back(tmp_path) -> None:
         (["--sample_prompt", "null"], "sample_prompt", "null"),
         (["--sample_prompt", ""], "sample_prompt", ""),
         (["--recipe_fields", "{tf32: true}"], "recipe_fields", {"tf32": True}),
-        (["--recipe_fields.tf32", "true", "--recipe_fields.margin", "2"], "recipe_fields", {"tf32": True, "margin": 2}),
-        (["--recipe_fields", "{tf32: true}", "--recipe_fields", "{margin: 2}"], "recipe_fields", {"margin": 2}),
+        (
+            ["--recipe_fields.tf32", "true", "--recipe_fields.min_size", "2"],
+            "recipe_fields",
+            {"tf32": True, "min_size": 2},
+        ),
+        (
+            ["--recipe_fields", "{tf32: true}", "--recipe_fields", "{moment_bits: 4}"],
+            "recipe_fields",
+            {"moment_bits": 4},
+        ),
         (["--recipe_fields.exclude", "*.down"], "recipe_fields", {"exclude": "*.down"}),
-        (["--switches", "[{after_step: 9, recipe: bf16}]"], "switches", [SwitchConfig(9, "bf16")]),
+        (["--recipe", "mxfp8", "--switches", "[{after_step: 9, recipe: bf16}]"], "switches", [SwitchConfig(9, "bf16")]),
         (
             ["--switches", "[{after_step: 9, recipe: bf16, recipe_fields: {tf32: true}}]", "--switches", "[]"],
             "switches",
@@ -66,9 +74,9 @@ def test_files_and_keys_win_in_the_order_given(tmp_path) -> None:
     one.write_text("steps: 2\noptimizer: {lr: 1e-3, beta2: 0.9}\nrecipe_fields: {tf32: true}\n")
     two.write_text("# nothing but a comment\n")
     words = ["--steps", "9", "--config", str(one), "--config", str(two), "--optimizer.lr", "5e-4"]
-    config = parse_arguments([*words, "--recipe_fields.margin", "1"]).config
+    config = parse_arguments([*words, "--recipe_fields.min_size", "1"]).config
     assert (config.steps, config.optimizer.lr, config.optimizer.beta2) == (2, 5e-4, 0.9)
-    assert config.recipe_fields == {"tf32": True, "margin": 1}
+    assert config.recipe_fields == {"tf32": True, "min_size": 1}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_help_describes_every_key(capsys) -> None:
     for words in (
         "--optimizer.lr LR peak learning rate. (type: float, default: 0.002)",
         "--switches [ITEM,...]",
-        "recipes to go on with, e.g. [{after_step: 180, recipe: bf16}]",
+        "after fp8_delayed [{after_step: 180, recipe: bf16}]",
         "--config FILE",
         "examples:",
     ):

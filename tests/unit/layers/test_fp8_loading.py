@@ -67,7 +67,8 @@ def test_codes_without_scale_are_refused_and_nothing_changes(strict: bool) -> No
 
 def test_what_is_left_out_is_said() -> None:
     state, _ = a_state()
-    with pytest.warns(UserWarning, match=r"1 of the tensors left out, the first '0\.input_scale': it scales activations"):
+    said = r"1 of the tensors left out, the first '0\.input_scale': it scales activations"
+    with pytest.warns(UserWarning, match=said):
         a_model().load_state_dict(state | {"0.input_scale": torch.tensor(1.0)})
 
 

@@ -49,7 +49,7 @@ class Layer:
         )
 
     def state(self) -> list[Tensor]:
-        return [t.clone() for slots in self.slots.values() for t in slots]
+        return [t.clone() for slots in self.slots.values() for t in slots if t is not None]
 
 
 def batch(seed: int = 1) -> Tensor:

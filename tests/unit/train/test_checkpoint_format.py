@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 def test_the_reader_of_the_page_finds_all_digits_without_this_library(saved, tmp_path):  # case 71
     folder, model, optimizer = saved
-    reader = re.search(r"### Read without this library.*?```python\n(.*?)```", PAGE, re.DOTALL)
+    reader = re.search(r"### Read without this library.*?```py\n(.*?)```", PAGE, re.DOTALL)
     assert reader is not None
     ending = "import sys; assert not any(name.startswith('narrowgauge') for name in sys.modules)\n"
     ending += f"torch.save([values, moments], {str(tmp_path / 'found.pt')!r})\n"
