@@ -121,7 +121,7 @@ def _store(
             replace_parameters(optimizer, stored.replaced)
             match_state_dtypes(optimizer)
         return stored, optimizer
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     theirs = {p: optimizer.state[p] for p in parameters_of(optimizer) if optimizer.state.get(p)}
     ours = replacement(optimizer, recipe, names, offload)
     held = set(parameters_of(optimizer))

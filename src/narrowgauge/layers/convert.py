@@ -21,6 +21,9 @@ from narrowgauge.recipes import library
 from narrowgauge.recipes.select import Candidate, Selection, select, unmatched_globs
 from narrowgauge.recipes.spec import Recipe
 
+# what also runs with parameters in 16 bits, where torch's own loses or refuses them
+_IN_16_BITS: dict[type[nn.Module], type[nn.Module]] = {**NORMS, nn.Embedding: Embedding}
+
 
 def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
     """Make the linear layers and norms of `model` run by `recipe`, in place.
@@ -73,10 +76,8 @@ def take_up(model: nn.Module, recipe: Recipe) -> None:
     for selection in select(_candidates(linears), recipe):
         _convert_linear(linears[selection.name], recipe, selection)
     for module in model.modules():
-        if type(module) is nn.Embedding:
-            module.__class__ = Embedding
-        if type(module) in NORMS:
-            module.__class__ = NORMS[type(module)]
+        if type(module) in _IN_16_BITS:
+            module.__class__ = _IN_16_BITS[type(module)]
         _share_inputs(module)
         fused.keep_layers_called(module)
 

@@ -37,7 +37,12 @@ class Schedule:
             self._forward.recipe = recipe
         self._adopt_layers()
 
+    @property
+    def layers(self) -> list[DelayedState]:
+        """The layers whose histories roll with the optimizer's steps; not those that were converted back since."""
+        return [layer for layer in self._layers if isinstance(layer, DelayedState)]
+
     def _adopt_layers(self) -> None:
-        self.layers = [module for module in self._model.modules() if isinstance(module, DelayedState)]
-        for layer in self.layers:
+        self._layers = [module for module in self._model.modules() if isinstance(module, DelayedState)]
+        for layer in self._layers:
             layer.rolls_at_step = True

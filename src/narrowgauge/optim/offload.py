@@ -28,7 +28,7 @@ class _Visit(NamedTuple):
 
     item: Item
     on_host: Item
-    arrived: torch.cuda.Event | None
+    arrived: torch.Event | None
 
 
 def check(offload: str | None) -> None:
@@ -71,8 +71,8 @@ def copy_on_host(x: Tensor) -> Tensor:
     """A copy of `x` on the host: pinned, and perhaps still on its way, where it comes from a GPU."""
     x = x.detach()
     if isinstance(x, QuantizedTensor):
-        return QuantizedTensor(*(copy_on_host(part) for part in (x.codes, x.dequant_scale)), x.spec, x.dtype,
-                               copy_on_host(x.amax))  # fmt: skip
+        codes, scale, amax = map(copy_on_host, (x.codes, x.dequant_scale, x.amax))
+        return QuantizedTensor(codes, scale, x.spec, x.dtype, amax)
     host = torch.empty_like(x, device=HOST, pin_memory=x.is_cuda)
     return host.copy_(x, non_blocking=True)
 

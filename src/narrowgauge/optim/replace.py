@@ -112,7 +112,7 @@ def _retire(optimizer: Optimizer, ours: LowPrecisionOptimizer) -> None:
     vars(optimizer).pop("step_was_skipped", None)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        return ours.step(*args, **kwargs)
+        return ours.step(*args, **kwargs)  # type: ignore[attr-defined]
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler's own wrapper says
     methods = {name: getattr(ours, name) for name in ("state_dict", "load_state_dict", "add_param_group")}

@@ -34,4 +34,5 @@ def count_on_gpu(flat: Sequence[Tensor], counts: Tensor) -> None:
             runs = triton.cdiv(codes.numel(), SIZE)
             rounds = triton.cdiv(runs, PROGRAMS)
             if runs:
-                count_kernel[(triton.cdiv(runs, rounds),)](codes, row, codes.numel(), rounds, SIZE=SIZE, BINS=BINS)
+                grid = (triton.cdiv(runs, rounds),)
+                count_kernel[grid](codes, row, codes.numel(), rounds, SIZE=SIZE, BINS=BINS)  # type: ignore[arg-type]
