@@ -126,8 +126,10 @@ def test_one_compilation_serves_a_run_whatever_changes_and_gives_eagers_numbers(
     assert all(grad is not None for grad in grads.values())
     for name, value in {**compiled.state_dict(), **found_grads}.items():
         want = {**state, **grads}[name]
+        # compiled, gradients of parameters in bfloat16 are rounded to that before their cast: a unit in the last place
+        close = 2**-7 if value.dtype is torch.bfloat16 else tolerance
         torch.testing.assert_close(
-            value, want, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            value, want, rtol=close, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

@@ -45,7 +45,7 @@ class LowPrecisionOptimizer(LowPrecisionState):
         self._key: Tensor | None = None
         self._plan: kernels.Plan | None = None
 
-    @torch.compiler.disable  # so that a changed learning rate compiles nothing anew
+    @torch._disable_dynamo  # so that a changed learning rate compiles nothing anew
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step for every parameter with a gradient. Returns what `closure` returns."""
