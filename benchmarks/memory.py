@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,9 @@ def measure_peak(name: str, shape: str) -> dict[str, Any]:
 
 def in_fresh_process(kind: str, name: str, shape: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--measure", kind, name, shape]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # glibc raises its threshold while a program runs, and then keeps what was freed: for all contenders it stays
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{kind} of {name}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

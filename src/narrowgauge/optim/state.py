@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ from narrowgauge.tensors.quantized import QuantizedTensor
 
 MASTER = "master"
 _GIVEN = "_given"
+
+
+PIECE = 1 << 20  # values: float32 copies of a whole embedding table are larger than what is made of it
 
 
 class _Written(NamedTuple):
@@ -89,8 +92,9 @@ class LowPrecisionState(FormattedOptimizer):
     def _write(self, p: Tensor, state: dict[str, Any], values: Tensor) -> None:
         values = values.to(self._home_of(p), storage.wide_dtype(p))
         param = p if self.offload is None else offloading.copy_on_host(p)
-        item = Item(param, state.get(MASTER), param, (), None, False, 0)  # type: ignore[arg-type]
-        write_parameter(item, torch.full_like(values, torch.nan), values, None)
+        for part, master, new in _pieces(param, state.get(MASTER), values):
+            item = Item(part, master, part, (), None, False, 0)  # type: ignore[arg-type]
+            write_parameter(item, torch.full_like(new, torch.nan), new, None)
         if param is not p:
             p.copy_(param)
         self._mark(p)
@@ -113,8 +117,8 @@ class LowPrecisionState(FormattedOptimizer):
         names = self.moment_names(group)
         for name in names:
             if state.get(name) is None:
-                zeros = torch.zeros(p.shape, dtype=storage.wide_dtype(p), device=self._home_of(p))
-                state[name] = storage.encode(zeros, self._moment_spec(p, name))
+                spec = self._moment_spec(p, name)
+                state[name] = storage.zeros(p.shape, spec, storage.wide_dtype(p), self._home_of(p))
         return tuple(state[name] for name in names)
 
     def _home_of(self, p: Tensor) -> torch.device:
@@ -281,3 +285,14 @@ class LowPrecisionState(FormattedOptimizer):
 
 def _shares_memory(values: Tensor, held: Tensor | None) -> bool:
     return type(held) in (Tensor, torch.nn.Parameter) and held.data_ptr() == values.data_ptr()  # type: ignore[union-attr]
+
+
+def _pieces(param: Tensor, master: Tensor | None, values: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Parameter, residual and values piece by piece; whole where they have no residual, or other strides."""
+    param = param.detach()
+    if master is None or not is_residual(master) or not (param.is_contiguous() and master.is_contiguous()):
+        yield param, master, values
+        return
+    for start in range(0, param.numel(), PIECE):
+        piece = slice(start, start + PIECE)
+        yield param.view(-1)[piece], master.view(-1)[piece], values.reshape(-1)[piece]

@@ -12,9 +12,12 @@ import math
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics import packing
+from narrowgauge.numerics.companding import RANGE_EXPANSION
 from narrowgauge.numerics.formats import BF16, FP32, INT8, INT16
 from narrowgauge.numerics.scaling import ULP
 from narrowgauge.recipes.spec import CastSpec
+from narrowgauge.tensors import tiles
 from narrowgauge.tensors.packed import PackedTensor
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 from narrowgauge.tensors.values import write
@@ -30,6 +33,21 @@ def encode(values: Tensor, spec: CastSpec) -> Tensor:
         return values.to(torch.bfloat16, memory_format=torch.contiguous_format)
     values = _as_stored(values.float(), spec)
     return PackedTensor.quantize(values, spec) if spec.format.bits < 8 else quantize(values, spec)
+
+
+def zeros(shape: torch.Size, spec: CastSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What `encode` makes of zeros of `dtype`, without them: they would take more memory than what is kept."""
+    if spec.format is FP32 or spec == CastSpec(BF16):
+        return torch.zeros(shape, dtype=dtype if spec.format is FP32 else torch.bfloat16, device=device)
+    if spec.companding is RANGE_EXPANSION or not math.prod(shape):
+        return encode(torch.zeros(shape, dtype=dtype, device=device), spec)
+    kept = matrix_shape(shape) if spec.in_blocks else shape
+    codes = torch.zeros(kept, dtype=spec.format.dtype, device=device)
+    amax = torch.zeros((), device=device)
+    scale = tiles.scales_of(0.0, kept, spec, device) if spec.in_blocks else torch.ones((), device=device)
+    if spec.format.bits < 8:
+        return PackedTensor(packing.pack_codes(codes, spec.format), scale, amax, spec, kept)
+    return QuantizedTensor(codes, scale, spec, torch.float32, amax)
 
 
 def decode(stored: Tensor, shape: torch.Size) -> Tensor:

@@ -406,3 +406,11 @@ def test_state_in_tiles_runs_along_the_rows_of_a_matrix() -> None:
         reference.grad = p.grad.reshape(stored)
         twin.step()
         assert_same_bits(moment, twin.state[reference]["exp_avg"])
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("shape", [(7, 300), (300,), (), (4, 3, 5, 5), (0, 16)], ids=str)
+def test_fresh_moments_are_what_a_cast_of_zeros_gives(moments: str, shape: tuple[int, ...]) -> None:
+    for spec in MOMENTS[moments]:
+        fresh = storage.zeros(torch.Size(shape), spec, torch.float32, torch.device("cpu"))
+        assert_same_bits(fresh, storage.encode(torch.zeros(shape), spec))
