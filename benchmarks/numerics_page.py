@@ -43,7 +43,8 @@ RULES = {
     "saturates where the mantissa of its amax is above that of max",
     ScaleRule.NVFP4: "`min(1 / (byte * fl(1/S)), FLT_MAX)` with `S = 2688 / amax of the tensor` and "
     "`byte = E4M3(amax * (S * fl(1/6)))`",
-    ScaleRule.ULP: "`127 / (half a unit in the last place of the bfloat16 parameter)`: of a residual, see `numerics.residual`",
+    ScaleRule.ULP: "`127 / (half a unit in the last place of the bfloat16 parameter)`: of a residual, see "
+    "`numerics.residual`",
 }
 ROUNDINGS = {
     Rounding.NEAREST_EVEN: "the nearest value; of two equally near ones that with the even code",
