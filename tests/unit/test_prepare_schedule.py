@@ -247,6 +247,22 @@ def test_preparing_again_counts_anew_and_by_another_recipe_ends_the_schedule() -
     assert list(parts[1].state_dict()) == ["state", "param_groups", STEPS]
 
 
+@pytest.mark.parametrize("how", ["prepare", "freeze"])
+def test_an_optimizer_steps_on_after_others_converted_its_layers_back(how: str) -> None:
+    model = Net()
+    model, first = ng.prepare(model, torch.optim.AdamW(model.up.parameters()), "fp8_delayed")
+    train((model, first), range(1))
+    if how == "prepare":
+        ng.prepare(model, torch.optim.AdamW(model.down.parameters()), "fp32")
+    else:
+        ng.freeze(model, "fp32")
+        model.up.bias.requires_grad_()
+    assert not any(isinstance(layer, Linear) for layer in model.modules())
+    before = model.up.bias.detach().clone()
+    train((model, first), range(2), bad=1)  # one step is taken, one skipped
+    assert not torch.equal(before, model.up.bias)
+
+
 def test_what_a_schedule_needs_is_said_at_once() -> None:
     recipe = ng.recipe("fp8_current").switch_at(2, "bf16")
     with pytest.raises(ng.RecipeError, match=r"expected the optimizer .* found None.*recipe.at\(steps\)"):

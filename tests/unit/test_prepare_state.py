@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -64,12 +65,26 @@ def test_groups_and_their_settings_are_taken_over(recipe: str, kind: type) -> No
     assert [g["lr"] for g in ours.param_groups] == [2e-3 / 8, 1e-3 / 8]
 
 
-def test_the_replaced_optimizer_refuses_to_step() -> None:
+def test_the_replaced_optimizer_is_another_name_of_the_new_one() -> None:
     model = make_model()
-    theirs = torch.optim.AdamW(model.parameters())
-    ng.prepare(model, theirs, "narrow8")
-    with pytest.raises(ng.NarrowgaugeError, match="this optimizer was replaced: expected a step of the one that"):
-        theirs.step()
+    theirs = torch.optim.AdamW(groups_of(model))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 0.5**step)
+    _, ours = ng.prepare(model, theirs, "narrow8")
+    assert isinstance(theirs, torch.optim.AdamW) and not isinstance(theirs, LowPrecisionOptimizer)
+    losses = steps(model, theirs, 3, scheduler)
+    assert losses[-1] < losses[0]
+    assert theirs.state is ours.state and ours.state[next(model.parameters())]["step"] == 3
+    assert not theirs.step_was_skipped
+    first = next(model.parameters())
+    first.grad = torch.full((64, 96), torch.inf)
+    theirs.step()
+    assert theirs.step_was_skipped and ours.step_was_skipped
+    assert theirs.state_dict().keys() == ours.state_dict().keys()
+    assert type(copy.deepcopy(theirs)) is ng.optim.AdamW
+    later = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 0.1**step)
+    steps(model, theirs, 2, later)
+    _, again = ng.prepare(model, theirs, "fp32")
+    assert again is ours
 
 
 def test_recipes_with_wide_state_keep_torchs_optimizer() -> None:
@@ -238,3 +253,61 @@ def test_the_same_seed_is_the_same_run_in_bits(recipe: str) -> None:
         runs.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     assert any((a != b).any() for a, b in zip(runs[0], copy.deepcopy(make_model()).parameters(), strict=True))
+
+
+@pytest.mark.parametrize("recipe", NARROW)
+@pytest.mark.filterwarnings("ignore:. trainable parameters are in no group")
+@pytest.mark.filterwarnings("ignore:a second backward added")  # nothing clears the gradients of the others
+def test_parameters_in_no_group_have_no_state(recipe: str, tmp_path: Path) -> None:
+    model = make_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model, optimizer = ng.prepare(model, torch.optim.AdamW(model[1].parameters(), lr=1e-2), recipe)
+    others = [p for p in model.parameters() if not any(p is own for own in model[1].parameters())]
+    losses = steps(model, optimizer, 3)
+    assert losses[-1] < losses[0]
+    assert set(optimizer.state) == set(model[1].parameters()) and len(optimizer.state_dict()["state"]) == 2
+    ng.save(tmp_path / "checkpoint", model, optimizer)
+    ng.load(tmp_path / "checkpoint", model, optimizer)
+    copy.deepcopy((model, optimizer))
+    for name, p in model.named_parameters():
+        if any(p is other for other in others):
+            stored = p.detach().float() - before[name]
+            assert stored.abs().max() <= 2.0**-4 * before[name].abs().max(), name
+    second = torch.optim.AdamW(others, lr=1e-2)  # built from the parameters that the first prepare has left
+    model, second = ng.prepare(model, second, recipe)
+    assert steps(model, second, 3)[-1] < losses[-1]
+    assert set(second.state) == set(others) and set(optimizer.state) == set(model[1].parameters())
+
+
+def test_digits_that_no_optimizer_keeps_are_said() -> None:
+    for recipe, lost in (("narrow8", True), ("fp8_lm_o3", True), ("narrow8_sr", False), ("fp32", False)):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ng.prepare(model, optimizer, recipe)
+        assert any("are in no group of the optimizer (the first: '0.weight')" in str(w.message) for w in caught) is lost
+    model.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].requires_grad_().parameters(), lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ng.prepare(model, optimizer, "fp8_lm_o3")
+    assert type(model[0].weight) is nn.Parameter and model[0].weight.dtype is torch.float32
+
+
+def test_codes_whose_digits_another_optimizer_keeps_are_not_taken_for_all() -> None:
+    model = make_model()
+    model, first = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "fp8_lm_o3")
+    steps(model, first, 2)
+    other = ng.optim.AdamW(model[1].parameters(), lr=1e-2, master=CastSpec(FP32))
+    with pytest.raises(ng.ConversionError, match=r"'0.weight' is stored as \(E4M3FN.*so pass that one"):
+        ng.prepare(model, other, "narrow8")
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp8_current", *NARROW])
+def test_an_optimizer_of_parameters_without_values_is_refused(recipe: str) -> None:  # case 113
+    with torch.device("meta"):
+        model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ng.ConversionError, match="parameter 0 of group 0.*is on the meta device.*then build the optim"):
+        ng.prepare(model, optimizer, recipe)
