@@ -86,7 +86,7 @@ def prepare(
             f"recipe '{recipe.name}' has a schedule: expected the optimizer whose steps it counts, found None; pass "
             "it, or prepare by one of its recipes, recipe.at(steps)"
         )
-    check_supported(recipe, optimizer)
+    check_supported(recipe)
     stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]
     gradients.install(model, recipe)
     convert(model, first)
@@ -154,8 +154,8 @@ def _store(
     return stored, ours
 
 
-def check_supported(recipe: Recipe, optimizer: Optimizer | None) -> None:
-    """Raise RecipeError for the first role that this version cannot carry out with `optimizer`."""
+def check_supported(recipe: Recipe) -> None:
+    """Raise RecipeError for the first role that this version cannot carry out."""
     fp32, bf16, rounded = CastSpec(FP32), CastSpec(BF16), CastSpec(BF16, rounding=STOCHASTIC)
     param, grad = recipe.param, recipe.grad
     scaled = param.is_scaled and not param.in_blocks and (param.format is FP16 or param.format.is_narrow)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-HALF = (torch.float16, torch.bfloat16)
+from narrowgauge.tensors.cast import HALF
 
 
 class Embedding(nn.Embedding):

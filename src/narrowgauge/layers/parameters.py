@@ -13,10 +13,8 @@ from narrowgauge.errors import ConversionError
 from narrowgauge.layers.kinds import Kind, kind_of
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.recipes.spec import CastSpec, Recipe
-from narrowgauge.tensors.cast import FLOATING
+from narrowgauge.tensors.cast import FLOATING, HALF
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
-
-HALF = (torch.float16, torch.bfloat16)
 
 # all digits of a parameter, as a float32 tensor of its shape
 FullValues = Callable[[nn.Parameter], Tensor]

@@ -13,6 +13,7 @@ from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.formats import FLOAT32, StateFormats
 from narrowgauge.optim.rules import Adam as AdamNumbers
 from narrowgauge.optim.rules import Rule
+from narrowgauge.recipes.fields import MIN_STATE_SIZE
 from narrowgauge.recipes.spec import CastSpec
 
 
@@ -40,7 +41,7 @@ class AdamW(LowPrecisionOptimizer):
         exp_avg_sq: CastSpec = FLOAT32,
         master: CastSpec | None = None,
         stochastic_rounding: bool = False,
-        min_state_size: int = 4096,
+        min_state_size: int = MIN_STATE_SIZE,
         keep_nonzero: bool = True,
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         generator: torch.Generator | None = None,

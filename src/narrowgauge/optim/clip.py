@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.optim.guard import by_device
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 
@@ -32,7 +33,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     norm = total_norm(grads, norm_type)
     # no branch on the norm: multiplying by one leaves every value as it is, without waiting for the device
     factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-    for device, group in _by_device(grads).items():
+    for device, group in by_device(grads).items():
         torch._foreach_mul_([_stored(g) for g in group], factor.to(device))
     return norm
 
@@ -65,10 +66,3 @@ def _norm_of(grad: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
 def _stored(grad: Tensor) -> Tensor:
     """The values that scale with `grad`: for a sparse one its entries, also those that have yet to be added up."""
     return grad._values() if grad.is_sparse else grad
-
-
-def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return groups

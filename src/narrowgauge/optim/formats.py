@@ -32,7 +32,7 @@ class StateFormats:
     exp_avg_sq: CastSpec = FLOAT32
     master: CastSpec | None = None
     stochastic_rounding: bool = False
-    min_state_size: int = 4096  # bitsandbytes' threshold for 8-bit states
+    min_state_size: int = check.MIN_STATE_SIZE
     keep_nonzero: bool = True
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
     if not tensors:
         return True
     # the largest magnitude shows both, and cannot itself overflow as a sum could
-    return all(bool(torch.stack(group).isfinite().all()) for group in _by_device(_largest(tensors)).values())
+    return all(bool(torch.stack(group).isfinite().all()) for group in by_device(_largest(tensors)).values())
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
@@ -49,7 +49,8 @@ def _largest(tensors: list[Tensor]) -> list[Tensor]:
     return largest + [t.amax for t in tensors if isinstance(t, QuantizedTensor)]
 
 
-def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+def by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """The tensors of every device, in order."""
     groups: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)

@@ -15,6 +15,7 @@ from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.formats import FLOAT32, StateFormats
 from narrowgauge.optim.rules import Muon as MuonNumbers
 from narrowgauge.optim.rules import Rule
+from narrowgauge.recipes.fields import MIN_STATE_SIZE
 from narrowgauge.recipes.spec import CastSpec
 
 # of the quintic Newton-Schulz iteration, for the steepest slope at 0 (Jordan et al. 2024, "Muon")
@@ -58,7 +59,7 @@ class Muon(LowPrecisionOptimizer):
         exp_avg: CastSpec = FLOAT32,
         master: CastSpec | None = None,
         stochastic_rounding: bool = False,
-        min_state_size: int = 4096,
+        min_state_size: int = MIN_STATE_SIZE,
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         generator: torch.Generator | None = None,
         offload: str | None = None,

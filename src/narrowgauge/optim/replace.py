@@ -11,16 +11,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from narrowgauge.errors import ConversionError, RecipeError
+from narrowgauge.errors import ConversionError, NarrowgaugeError, RecipeError
 from narrowgauge.numerics.formats import FP16, FP32
 from narrowgauge.optim.adam import Adam, AdamW
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.formats import StateFormats
 from narrowgauge.optim.guard import StepGuard
+from narrowgauge.optim.muon import Muon
+from narrowgauge.optim.sgd import SGD
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import MOMENT_ROLES, CastSpec, Recipe
 
 _REPLACED_BY = "_narrowgauge_replaced_by"
+# torch's AdamW is an Adam
+_OURS: tuple[tuple[type[Optimizer], type[LowPrecisionOptimizer]], ...] = (
+    (torch.optim.AdamW, AdamW), (torch.optim.Adam, Adam), (torch.optim.SGD, SGD), (torch.optim.Muon, Muon),
+)  # fmt: skip
 OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
 
 
@@ -43,7 +49,7 @@ def replacement(
 
     One of ours takes up the recipe's formats and stays. names: of the parameters, for overrides and errors. The state
     is not moved yet: see `LowPrecisionOptimizer.take_state`. offload: where the state is kept. Raises RecipeError for a
-    moment that the optimizer does not have, ConversionError for options that ours has not.
+    moment that the optimizer does not have, ConversionError for options and numbers that ours does not take.
     """
     formats = StateFormats.of(recipe)
     kind = _kind_of(optimizer)
@@ -51,17 +57,14 @@ def replacement(
     if isinstance(optimizer, LowPrecisionOptimizer):
         optimizer.formats, optimizer.names, optimizer.offload = formats, dict(names), offload
         return optimizer
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "differentiable"):
-            if group.get(option):
-                raise ConversionError(
-                    f"optimizer: {option}=True is not supported beside recipe '{recipe.name}': build it without"
-                )
     ours = kind.__new__(kind)
-    LowPrecisionOptimizer.__init__(
-        ours, [dict(group) for group in optimizer.param_groups], dict(optimizer.defaults), formats, offload=offload,
-        may_lose_updates=True,  # the parameters are stored by the recipe later
-    )  # fmt: skip
+    try:
+        LowPrecisionOptimizer.__init__(
+            ours, [dict(group) for group in optimizer.param_groups], dict(optimizer.defaults), formats, offload=offload,
+            may_lose_updates=True,  # the parameters are stored by the recipe later
+        )  # fmt: skip
+    except NarrowgaugeError as error:
+        raise ConversionError(f"optimizer, beside recipe '{recipe.name}': {error}") from error
     ours.names = dict(names)
     ours.param_groups = optimizer.param_groups
     _retire(optimizer, ours)
@@ -71,17 +74,7 @@ def replacement(
 def _kind_of(optimizer: Optimizer) -> type[LowPrecisionOptimizer]:
     if isinstance(optimizer, LowPrecisionOptimizer):
         return type(optimizer)
-    if isinstance(optimizer, torch.optim.AdamW):
-        return AdamW
-    if isinstance(optimizer, torch.optim.Adam):
-        return Adam
-    from narrowgauge.optim.muon import Muon
-    from narrowgauge.optim.sgd import SGD
-
-    kinds: dict[type[Optimizer], type[LowPrecisionOptimizer]] = {
-        torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD, torch.optim.Muon: Muon,
-    }  # fmt: skip
-    return next(ours for theirs, ours in kinds.items() if isinstance(optimizer, theirs))
+    return next(ours for theirs, ours in _OURS if isinstance(optimizer, theirs))
 
 
 def unused_moments(recipe: Recipe, optimizer: Optimizer) -> list[str]:

@@ -17,8 +17,8 @@ from narrowgauge.numerics.companding import RANGE_EXPANSION
 from narrowgauge.numerics.formats import BF16, FP32, INT8, INT16
 from narrowgauge.numerics.scaling import ULP
 from narrowgauge.recipes.spec import CastSpec
-from narrowgauge.tensors import tiles
 from narrowgauge.tensors.packed import PackedTensor
+from narrowgauge.tensors.parts import scale_of_zeros
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 from narrowgauge.tensors.values import write
 
@@ -44,7 +44,7 @@ def zeros(shape: torch.Size, spec: CastSpec, dtype: torch.dtype, device: torch.d
     kept = matrix_shape(shape) if spec.in_blocks else shape
     codes = torch.zeros(kept, dtype=spec.format.dtype, device=device)
     amax = torch.zeros((), device=device)
-    scale = tiles.scales_of(0.0, kept, spec, device) if spec.in_blocks else torch.ones((), device=device)
+    scale = scale_of_zeros(kept, spec, device)
     if spec.format.bits < 8:
         return PackedTensor(packing.pack_codes(codes, spec.format), scale, amax, spec, kept)
     return QuantizedTensor(codes, scale, spec, torch.float32, amax)
@@ -70,7 +70,7 @@ def overwrite(stored: Tensor, values: Tensor, *, keep_unchanged: bool = False) -
 
 def spec_of(stored: Tensor) -> CastSpec:
     """The spec by which a moment, or a master, is stored."""
-    if isinstance(stored, QuantizedTensor | PackedTensor):
+    if isinstance(stored, Encoded):
         return stored.spec
     if stored.dtype in (torch.int8, torch.int16):
         return CastSpec(INT8 if stored.dtype is torch.int8 else INT16, scale=ULP)

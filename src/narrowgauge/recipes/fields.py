@@ -36,6 +36,7 @@ class GradAccumulation(StrEnum):
 
 
 AUTO = "auto"
+MIN_STATE_SIZE = 4096  # bitsandbytes' threshold for 8-bit states
 E = TypeVar("E", bound=StrEnum)
 V = TypeVar("V")
 

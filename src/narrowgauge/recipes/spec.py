@@ -15,7 +15,7 @@ from narrowgauge.numerics.hadamard import Hadamard
 from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.cast_spec import CastSpec
 from narrowgauge.recipes.combinations import check_combinations
-from narrowgauge.recipes.fields import AUTO, Emulation, Evaluation, GradAccumulation
+from narrowgauge.recipes.fields import AUTO, MIN_STATE_SIZE, Emulation, Evaluation, GradAccumulation
 from narrowgauge.recipes.roles import (
     COMM_ROLES,
     GEMMS,
@@ -98,7 +98,7 @@ class Recipe:
     embeddings: bool = True
     evaluation: Evaluation | Format | str = Evaluation.SAME
     grad_accumulation: GradAccumulation | str = GradAccumulation.EXACT
-    min_state_size: int = 4096
+    min_state_size: int = MIN_STATE_SIZE
     tf32: bool = False
     hadamard: Hadamard | None = None
     smooth: tuple[str, ...] = ()

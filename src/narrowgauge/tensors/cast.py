@@ -14,7 +14,8 @@ from narrowgauge.numerics.scaling import CURRENT, NONE, NVFP4, TENSOR_POW2, ULP,
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors import tiles
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALF = (torch.float16, torch.bfloat16)
+FLOATING = (*HALF, torch.float32, torch.float64)
 
 
 class Operand(NamedTuple):

@@ -18,7 +18,7 @@ from narrowgauge.tensors import tiles
 from narrowgauge.tensors.parts import scale_dtype
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 from narrowgauge.tensors.values import as_bytes, laid_out, part_of
-from narrowgauge.tensors.views import ReadOnlyView, arguments_written, is_composite_view
+from narrowgauge.tensors.views import ReadOnlyView, arguments_written, is_composite_view, on_values
 
 aten = torch.ops.aten
 _INNER = ("packed", "dequant_scale", "amax")
@@ -101,13 +101,7 @@ class PackedTensor(Tensor):
             with torch.inference_mode(args[0].is_inference()):  # a view shares its base's version counter
                 whole = _View(args[0], torch.empty(args[0].shape, device="meta"))  # type: ignore[arg-type]
                 return func(whole, *args[1:], **kwargs)
-
-        def unwrap(x: Any) -> Any:
-            if isinstance(x, cls):
-                return x.dequantize()
-            return type(x)(map(unwrap, x)) if type(x) in (list, tuple) else x
-
-        return func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
+        return on_values(cls, cls.dequantize, func, args, kwargs)
 
     def _with(self, parts: Sequence[Tensor]) -> PackedTensor:
         return PackedTensor(parts[0], parts[1], parts[2], self.spec, self.shape)

@@ -22,6 +22,13 @@ def scale_dtype(spec: CastSpec) -> torch.dtype:
     return scaling.stored_dtype(spec.scale)
 
 
+def scale_of_zeros(shape: torch.Size, spec: CastSpec, device: torch.device) -> Tensor:
+    """The dequant_scale of a tensor of zeros of `shape` cast by `spec`."""
+    if spec.in_blocks:
+        return tiles.scales_of(0.0, shape, spec, device)
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
 def check_parts(codes: Tensor, dequant_scale: Tensor, spec: CastSpec, dtype: torch.dtype, amax: Tensor | None) -> None:
     """Raise NarrowgaugeError unless these can be the parts of a QuantizedTensor of `spec` that stands for `dtype`."""
     if not isinstance(spec, CastSpec):

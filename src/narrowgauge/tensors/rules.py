@@ -16,6 +16,7 @@ from narrowgauge.numerics.scaling import CURRENT, FLT_MAX, NONE, Delayed
 from narrowgauge.tensors import norm_rules, tiles
 from narrowgauge.tensors.cast import FLOATING
 from narrowgauge.tensors.lookup import rows_of
+from narrowgauge.tensors.parts import scale_of_zeros
 from narrowgauge.tensors.values import values_of, write
 from narrowgauge.tensors.views import ReadOnlyView, arguments_written, is_composite_view, is_reinterpretation
 
@@ -183,13 +184,7 @@ def _empty_like(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> An
         return NotImplemented
     codes = func(q.codes, *args[1:], **kwargs)
     amax = torch.zeros((), dtype=torch.float32, device=codes.device)
-    return cls(codes, _scale_of_zeros(q, codes.device), q.spec, dtype, amax)
-
-
-def _scale_of_zeros(q: QuantizedTensor, device: torch.device) -> Tensor:
-    if q.spec.in_blocks:
-        return tiles.scales_of(0.0, q.shape, q.spec, device)
-    return torch.ones((), dtype=torch.float32, device=device)
+    return cls(codes, scale_of_zeros(q.shape, q.spec, codes.device), q.spec, dtype, amax)
 
 
 @_rule(aten.dequantize.self)
@@ -231,7 +226,7 @@ def _zero(cls: type, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if q._whole is not None:
         return NotImplemented
     q.codes.zero_()
-    q.dequant_scale.copy_(_scale_of_zeros(q, q.device))
+    q.dequant_scale.copy_(scale_of_zeros(q.shape, q.spec, q.device))
     q.amax.zero_()
     return q
 

@@ -60,12 +60,7 @@ class ReadOnlyView(Tensor):
         if func.is_view and isinstance(args[0], cls):
             return args[0]._view(func, args, kwargs)
 
-        def unwrap(x: Any) -> Any:
-            if isinstance(x, cls):
-                return x.read()
-            return type(x)(map(unwrap, x)) if type(x) in (list, tuple) else x
-
-        return func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
+        return on_values(cls, cls.read, func, args, kwargs)
 
     def read(self) -> Tensor:
         """The values as a plain tensor, without gradient."""
@@ -149,6 +144,17 @@ def arguments_written(cls: type, func: Any, args: tuple, kwargs: dict[str, Any])
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, cls))
+
+
+def on_values(cls: type, read: Callable[[Any], Tensor], func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Run `func` with what `read` gives in the place of every argument of class `cls`, also within lists."""
+
+    def unwrap(x: Any) -> Any:
+        if isinstance(x, cls):
+            return read(x)
+        return type(x)(map(unwrap, x)) if type(x) in (list, tuple) else x
+
+    return func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
 
 
 def is_composite_view(func: Any) -> bool:

@@ -17,6 +17,7 @@ from narrowgauge.optim.storage import decode, spec_of
 from narrowgauge.optim.update import read
 from narrowgauge.tensors.packed import PackedTensor
 from narrowgauge.tensors.quantized import QuantizedTensor
+from narrowgauge.train.weights import names_of_parameters
 
 State = Mapping[str, Any]
 # what torch's own optimizers keep for a parameter
@@ -45,7 +46,7 @@ def for_model(model: nn.Module, saved: State, masters: Mapping[str, Tensor]) -> 
     """`saved` with the values of parameter and master together, where `model` stores a parameter in another format."""
     own = model.state_dict()
     state = dict(saved)
-    for names in _tied(model):
+    for names in names_of_parameters(model):
         held = next((name for name in names if name in masters), None)
         if held is not None and kind(saved[held]) != kind(own[held]):
             state |= dict.fromkeys((name for name in names if name in saved), read(saved[held], masters[held]))
@@ -98,14 +99,6 @@ def _indices(optimizer: State) -> Iterator[tuple[str, int]]:
     groups = optimizer["state"]["param_groups"]
     for names, group in zip(optimizer["parameters"], groups, strict=True):
         yield from zip(names, group["params"], strict=True)
-
-
-def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of every parameter, tied ones together."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return list(names.values())
 
 
 def _check_names(optimizer: torch.optim.Optimizer, name: str, found: State) -> None:

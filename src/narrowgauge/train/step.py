@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from narrowgauge.layers.gradients import accumulate
 from narrowgauge.optim.clip import clip_grad_norm_
-from narrowgauge.optim.guard import StepGuard
+from narrowgauge.optim.guard import StepGuard, all_finite
 from narrowgauge.optim.release import GradientRelease
 from narrowgauge.optim.scaler import LossScaler
 
@@ -99,6 +99,6 @@ def _end_released(optimizer: torch.optim.Optimizer, release: GradientRelease) ->
 def first_bad_gradient(model: nn.Module) -> str:
     """Name of the first parameter whose gradient holds NaN or infinity; "" where all are finite."""
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+        if parameter.grad is not None and not all_finite([parameter.grad]):
             return name
     return ""

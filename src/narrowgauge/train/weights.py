@@ -149,12 +149,17 @@ def _check_codes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None
             )
 
 
-def _with_ties(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The state with every name of a tied parameter, of which transformers keeps one."""
+def names_of_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of every parameter, tied ones together."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
+    return list(names.values())
+
+
+def _with_ties(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The state with every name of a tied parameter, of which transformers keeps one."""
+    for tied in names_of_parameters(model):
         held = next((name for name in tied if name in state), None)
         if held is not None:
             state |= {name: state[held] for name in tied if name not in state}

@@ -20,8 +20,6 @@ from narrowgauge.optim.rules import Muon, Rule, orthogonalized
 from narrowgauge.optim.update import Item
 from narrowgauge.tensors.quantized import QuantizedTensor
 
-_CODES = {Rule.ADAM: RuleCode.ADAM, Rule.SGD: RuleCode.SGD, Rule.LION: RuleCode.LION, Rule.MUON: RuleCode.MUON}
-
 
 @njit(cache=True)
 def _probe() -> int:
@@ -81,7 +79,7 @@ class CpuPlan:
             self._run_muon(items, table, key)
             return
         starts = np.concatenate([[0], np.cumsum(table[:, Column.VALUES])])
-        _run(_CODES[self._rule], table, _numbers(items), starts, key)
+        _run(RuleCode.of(self._rule), table, _numbers(items), starts, key)
 
     def _run_muon(self, items: Sequence[Item], table: np.ndarray, key: int) -> None:
         """Momentum and descent by the kernels, between them the iteration of matrix products, one by one."""

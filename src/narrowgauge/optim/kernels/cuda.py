@@ -21,7 +21,6 @@ PROGRAM = 2048  # values of a program
 
 _KERNEL: Any = triton_step.step_kernel  # takes the options of a launch, too
 
-_CODES = {Rule.ADAM: RuleCode.ADAM, Rule.SGD: RuleCode.SGD, Rule.LION: RuleCode.LION, Rule.MUON: RuleCode.MUON}
 _L2 = {RuleCode.ADAM: 8, RuleCode.SGD: 4}  # which number joins the gradient
 
 
@@ -49,7 +48,7 @@ def step(rule: Rule, item: Item, key: Tensor | None) -> None:
             row[Column.FIRST_KIND] = 0
             _launch(RuleCode.DESCEND, row, item.param, item.master, GradKind.FLOAT, update, None, (), numbers, key)
         else:
-            _launch(_CODES[rule], row, item.param, item.master, kind, grad, scale, item.moments, numbers, key)
+            _launch(RuleCode.of(rule), row, item.param, item.master, kind, grad, scale, item.moments, numbers, key)
 
 
 def _launch(

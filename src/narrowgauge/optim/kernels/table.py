@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
 
-from narrowgauge.optim.rules import Hyper, Muon
+from narrowgauge.optim.rules import Hyper, Muon, Rule
 
 # values of a run, and most columns of a tile: six float32 arrays of them lie in the first-level cache together
 RUN = 1024
@@ -79,3 +80,8 @@ class RuleCode(IntEnum):
     LION = 2
     MUON = 3  # its momentum
     DESCEND = 4  # the rest of its step
+
+    @classmethod
+    def of(cls, rule: Rule) -> Self:
+        """The loop of a rule; Muon's step has a second one."""
+        return cls[rule.name]
