@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from narrowgauge.distributed import codec
 from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.layers import delayed, fp8_loading, gradients, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
@@ -169,8 +170,8 @@ def check_supported(recipe: Recipe) -> None:
     if not (grad in (fp32, bf16) or grad == param or (grad.format.has_nan and grad.is_scaled)):
         raise _unsupported(recipe, "grad", "CastSpec(FP32), CastSpec(BF16) or CastSpec(E4M3FN)")
     for role in COMM_ROLES:
-        if getattr(recipe, role) not in (None, fp32):
-            raise _unsupported(recipe, role, "None")
+        if getattr(recipe, role) is not None:
+            codec.check(role, getattr(recipe, role))
 
 
 def _unsupported(recipe: Recipe, role: str, expected: str) -> RecipeError:

@@ -27,6 +27,7 @@ from narrowgauge.numerics.scaling import (
     CURRENT,
     CURRENT_POW2,
     E8M0_RULES,
+    E8M0_UP,
     TENSOR_POW2,
     Delayed,
     Scale,
@@ -37,6 +38,9 @@ from narrowgauge.recipes.cast_spec import CastSpec
 
 TENSOR_E4M3 = CastSpec(E4M3FN, scale=TENSOR_POW2)
 SCALED_FP16 = CastSpec(FP16, scale=TENSOR_POW2)
+# what travels: a scale byte for 128 values, a power of two, which bfloat16 and other such scales take over unrounded
+WIRE = CastSpec(E4M3FN, Block(1, 128), E8M0_UP)
+WIRES: dict[str, Any] = dict.fromkeys(("grad_comm", "param_comm", "activation_comm", "pipeline_comm"), WIRE)
 # what FP8-LM's levels have in common; a weight has the spec of O3's parameters, whose codes are then multiplied as they
 # are. Gradients take a float32 scale, into which clipping goes without a second rounding.
 FP8_LM: dict[str, Any] = {
@@ -44,6 +48,7 @@ FP8_LM: dict[str, Any] = {
     "weight": TENSOR_E4M3,
     "grad_output": CastSpec(E5M2, scale=Delayed(history_length=16, warmup=16)),
     "grad": CastSpec(E4M3FN),
+    **WIRES,
 }
 FP8_LM_MOMENTS: dict[str, Any] = {
     "exp_avg": TENSOR_E4M3,
@@ -92,7 +97,7 @@ def moments(bits: int) -> dict[str, Any]:
 
 def narrow(moment_bits: int) -> dict[str, Any]:
     """What the recipes of the narrow8 family have in common."""
-    return {**operands("HYBRID", CURRENT), "grad": CastSpec(E4M3FN), **moments(moment_bits)}
+    return {**operands("HYBRID", CURRENT), "grad": CastSpec(E4M3FN), **WIRES, **moments(moment_bits)}
 
 
 def mx(forward: Format, backward: Format, scale: str | ScaleRule, stochastic: bool = False) -> dict[str, Any]:

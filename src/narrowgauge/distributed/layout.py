@@ -1,0 +1,132 @@
+"""Which process does what: one DeviceMesh of pipeline stages, replicas, shards and tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from narrowgauge.distributed import wire
+from narrowgauge.errors import ConfigError
+
+DIMENSIONS = ("pipeline", "data", "shard", "tensor")  # from the slowest link to the fastest: ranks of a node are near
+_ATTRIBUTE = "_narrowgauge_layout"
+
+
+class GroupReducer:
+    """`ops.reduce.Reducer` over a process group; None: all processes."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def max_(self, amax: Tensor) -> Tensor:
+        """Replace non-negative float32 values by their maximum over the group, and return them; NaN reaches all.
+
+        As integers: the bits of non-negative floats are in their order, NaN above infinity, on every backend.
+        """
+        bits = amax.detach().abs().view(torch.int32).contiguous()
+        ranks = dist.get_world_size(self.group)
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.group)
+        wire.record(wire.CONTROL, "all_reduce", torch.int32, 2 * bits.nbytes * (ranks - 1) // ranks)
+        return amax.copy_(bits.view(torch.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The mesh [pipeline, data, shard, tensor] and its groups.
+
+    data: replicas of the parameters; shard: ranks that part them (FSDP2); both read different sequences. tensor: ranks
+    that part each layer and read the same sequences. pipeline: stages, each with its own layers.
+    """
+
+    mesh: DeviceMesh
+
+    def size(self, name: str) -> int:
+        """Ranks along a dimension."""
+        return self.mesh.size(DIMENSIONS.index(name))
+
+    def rank(self, name: str) -> int:
+        """This process's place along a dimension."""
+        return self.mesh.get_local_rank(name)
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The processes that differ from this one along that dimension only."""
+        return self.mesh.get_group(name)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.size("data") * self.size("shard")
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of them this one is."""
+        return self.rank("data") * self.size("shard") + self.rank("shard")
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All processes of the run."""
+        return None
+
+    def flat(self, *names: str) -> dist.ProcessGroup:
+        """The processes that differ from this one along any of these dimensions: one group of them."""
+        if len(names) == 1:
+            return self.group(names[0])
+        mesh = self.mesh[names]
+        return mesh._flatten("_".join(names)).get_group()
+
+    @property
+    def batch(self) -> dist.ProcessGroup:
+        """The processes with this one's part of the model that read other sequences."""
+        return self.flat("data", "shard")
+
+    @property
+    def stage(self) -> dist.ProcessGroup:
+        """The processes that hold this one's layers, or parts of them."""
+        return self.flat("data", "shard", "tensor")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {self.size(name)}" for name in DIMENSIONS if self.size(name) > 1) or "one process"
+
+
+def layout(
+    *, data: int = 1, shard: int = 1, tensor: int = 1, pipeline: int = 1, device_type: str | None = None
+) -> Layout:
+    """The layout of an initialized process group, e.g. under torchrun: `layout(data=2, tensor=2)` for four processes.
+
+    device_type: "cpu" or "cuda"; left out, that of the backend. Raises ConfigError where the product is not the number
+    of processes.
+    """
+    sizes = {"pipeline": pipeline, "data": data, "shard": shard, "tensor": tensor}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"parallel.{name}={size!r}: expected a whole number of at least 1")
+    if not dist.is_initialized():
+        raise ConfigError(
+            "expected an initialized process group, found none: start the program with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    ranks, wanted = dist.get_world_size(), math.prod(sizes.values())
+    if ranks != wanted:
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"expected {wanted} processes for {product}, found {ranks}: start that many, or change the sizes"
+        )
+    kind = device_type or ("cuda" if "nccl" in dist.get_backend() else "cpu")
+    return Layout(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=DIMENSIONS))
+
+
+def attach(model: nn.Module, layout: Layout) -> None:
+    """Let `prepare` and others know how a model is spread."""
+    setattr(model, _ATTRIBUTE, layout)
+
+
+def layout_of(model: nn.Module) -> Layout | None:
+    """What `attach` left on the model, or on what DDP wraps; None for a model of one process."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    inner = getattr(model, "module", None)
+    return found if found is not None or not isinstance(inner, nn.Module) else layout_of(inner)
