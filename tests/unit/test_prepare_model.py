@@ -346,6 +346,22 @@ def test_float32_buffers_stay_float32_when_the_model_changes_dtype() -> None:  #
     assert model.ids.dtype is torch.int64 and model[0].weight.dtype is torch.float16
 
 
+@pytest.mark.parametrize("role", ["grad_comm", "param_comm", "activation_comm", "pipeline_comm"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CastSpec(ng.formats.E4M3FN),
+        CastSpec(ng.formats.E4M3FN, ng.PER_ROW),
+        CastSpec(ng.formats.E4M3FN, ng.Block(128, 128)),
+        CastSpec(ng.formats.E2M1FN, ng.Block(1, 16), ng.NVFP4),
+        CastSpec(FP16),
+    ],
+)
+def test_scales_that_would_span_parts_of_ranks_cannot_travel(role: str, spec: CastSpec) -> None:
+    with pytest.raises(ng.RecipeError, match=rf"{role}=\(.*\): expected blocks along rows"):
+        ng.prepare(Tied(), None, ng.recipe("bf16", **{role: spec}))
+
+
 @pytest.mark.parametrize(
     ("role", "spec"),
     [
@@ -353,8 +369,6 @@ def test_float32_buffers_stay_float32_when_the_model_changes_dtype() -> None:  #
         ("param", CastSpec(FP16, ng.PER_ROW, ng.CURRENT)),
         ("param", CastSpec(ng.formats.E4M3FN, ng.Block(1, 32), ng.E8M0_UP)),
         ("grad", CastSpec(BF16, rounding=ng.STOCHASTIC)),
-        ("grad_comm", CastSpec(ng.formats.E4M3FN)),
-        ("activation_comm", CastSpec(BF16)),
     ],
 )
 def test_roles_that_this_version_cannot_do_are_refused(role: str, spec: CastSpec) -> None:

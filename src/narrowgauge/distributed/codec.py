@@ -17,7 +17,8 @@ from narrowgauge.numerics import packing
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4, stored_dtype
-from narrowgauge.recipes.spec import CastSpec
+from narrowgauge.recipes.casts import WIRE
+from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors import tiles
 from narrowgauge.tensors.cast import cast_storage
 
@@ -32,6 +33,21 @@ def check(role: str, spec: CastSpec) -> None:
     along_rows = spec.in_blocks and granularity.rows == 1 and granularity.columns is not None
     if not along_rows or not spec.format.is_narrow or spec.scale is NVFP4:
         raise RecipeError(f"{role}=({spec}): expected {EXPECTED}")
+
+
+def spec_of(recipe: Recipe, role: str) -> CastSpec:
+    """What travels for a communication role of a resolved recipe, also where it has no cast of its own.
+
+    grad_comm: as `grad`, a narrow one in WIRE's blocks. param_comm: as `param`, likewise. activation_comm and
+    pipeline_comm: in the compute dtype. What is FP16 there travels in float32.
+    """
+    spec = getattr(recipe, role)
+    if spec is not None:
+        return spec
+    stored = {"grad_comm": recipe.grad.format, "param_comm": recipe.param.format}.get(role, recipe.compute_format)
+    if stored.is_narrow:
+        return dataclasses.replace(WIRE, format=stored)
+    return CastSpec(BF16) if stored is BF16 else CastSpec(FP32)
 
 
 def block_of(spec: CastSpec) -> int:

@@ -36,6 +36,7 @@ from narrowgauge.numerics.scaling import (
 from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.cast_spec import CastSpec
 
+MX_BLOCK = 32  # OCP MX v1.0
 TENSOR_E4M3 = CastSpec(E4M3FN, scale=TENSOR_POW2)
 SCALED_FP16 = CastSpec(FP16, scale=TENSOR_POW2)
 # what travels: a scale byte for 128 values, a power of two, which bfloat16 and other such scales take over unrounded
@@ -103,7 +104,7 @@ def narrow(moment_bits: int) -> dict[str, Any]:
 def mx(forward: Format, backward: Format, scale: str | ScaleRule, stochastic: bool = False) -> dict[str, Any]:
     """The three operands in OCP's blocks; stochastic: how grad_output is rounded."""
     rule = check.scale(scale, E8M0_RULES)
-    block = Block(1, 32)  # OCP MX v1.0
+    block = Block(1, MX_BLOCK)
     row = CastSpec(forward, block, rule)
     return {"input": row, "weight": row, "grad_output": rounded(CastSpec(backward, block, rule), stochastic)}
 

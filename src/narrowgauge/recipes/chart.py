@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from narrowgauge.numerics import formats
 from narrowgauge.numerics.formats import FP32, TF32, Format
 from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4, ULP
+from narrowgauge.recipes.casts import MX_BLOCK
 from narrowgauge.recipes.fields import AUTO
 from narrowgauge.recipes.library import recipe, recipe_names
 from narrowgauge.recipes.spec import GEMMS, OPERANDS, CastSpec, Recipe
@@ -128,10 +129,11 @@ def _master(spec: CastSpec | None) -> str:
 
 
 def _label(spec: CastSpec) -> str:
-    """FP8 for E4M3FN and E5M2, MXFP8 under E8M0 scales, NVFP4: the chart speaks of widths; others by their own name."""
+    """FP8 for E4M3FN and E5M2, MXFP8 in MX's blocks, NVFP4: the chart speaks of widths; others by their own name."""
     fmt = spec.format
     if not fmt.is_narrow or fmt.is_integer:
         return fmt.name
     if spec.scale is NVFP4:
         return "NVFP4"
-    return f"{'MX' if spec.scale in E8M0_RULES else ''}FP{fmt.bits}"
+    is_mx = spec.scale in E8M0_RULES and MX_BLOCK in (spec.granularity.rows, spec.granularity.columns)
+    return f"{'MX' if is_mx else ''}FP{fmt.bits}"
