@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,18 +107,26 @@ class GPT(nn.Module):
 
         Values are drawn in float32, on the generator's device, and then cast to the parameter's dtype.
         """
-        std = self.config.init_std
         for name, module in self.named_modules():
-            _reset_extra_state(module)
-            if isinstance(module, (nn.Linear, nn.Embedding, Router, GroupedLinear)):
-                if name == "lm_head" and self.config.tied_embeddings:
-                    continue
-                is_residual = name.endswith(("attention.out", ".down")) and self.config.scaled_residual_init
-                _normal_(module.weight, std / math.sqrt(2 * self.config.layers) if is_residual else std, generator)
-            elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-                module.weight.fill_(1.0)
-            if getattr(module, "bias", None) is not None:
-                module.bias.zero_()  # type: ignore[operator]
+            self._reset(name, module, generator)
+
+    def _reset(self, name: str, module: nn.Module, generator: torch.Generator | None) -> None:
+        """Draw what belongs to one module itself."""
+        _reset_extra_state(module)
+        std = self.config.init_std
+        if self._is_drawn(name, module):
+            is_residual = name.endswith(("attention.out", ".down")) and self.config.scaled_residual_init
+            scaled = std / math.sqrt(2 * self.config.layers) if is_residual else std
+            _normal_(module.weight, scaled, generator)  # type: ignore[arg-type]
+        elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+            module.weight.fill_(1.0)
+        if getattr(module, "bias", None) is not None:
+            module.bias.zero_()  # type: ignore[operator]
+
+    def _is_drawn(self, name: str, module: nn.Module) -> bool:
+        """True where `_reset` draws random weights for the module; those of a tied head are the embedding's."""
+        is_tied = name == "lm_head" and self.config.tied_embeddings
+        return isinstance(module, (nn.Linear, nn.Embedding, Router, GroupedLinear)) and not is_tied
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None
@@ -132,27 +140,45 @@ class GPT(nn.Module):
         """
         start = 0 if cache is None else cache.length
         self._check_input(ids, start)
-        x = self.embedding(ids)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(start, start + ids.shape[1], device=ids.device))
-        rope = None if self.rope is None else self.rope(start, ids.shape[1], ids.device)
-        balances = []
-        for block in self.blocks:
-            if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-                x, balance = checkpoint(block, x, rope, use_reentrant=False)  # type: ignore[misc]
-            else:
-                x, balance = block(x, rope, cache)
-            balances.append(balance)
+        x, balances = self.run_blocks(self.embed(ids, start), start, ids.shape[1], cache)
         if cache is not None:
             cache.advance(ids.shape[1])
             x = x[:, -1:]
         logits = self.lm_head(self.norm(x))
         if targets is None:
             return logits, None
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss = self.loss(logits, targets)
         if self.config.experts and self.training:
             loss = loss + self.config.load_balancing * torch.stack(balances).mean()
         return logits, loss
+
+    def embed(self, ids: Tensor, start: int = 0) -> Tensor:
+        """Token ids [B, T] from position `start` on to what the first block reads, [B, T, width]."""
+        x = self.embedding(ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(start, start + ids.shape[1], device=ids.device))
+        return x
+
+    def run_blocks(
+        self, x: Tensor, start: int, tokens: int, cache: KVCache | None = None, names: Sequence[str] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The blocks one after the other: x [B, T, width] -> (x, load-balancing losses of those that have experts).
+
+        start, tokens: the positions of the sequence. names: of the children of `blocks` to run; None: all.
+        """
+        rope = None if self.rope is None else self.rope(start, tokens, x.device)
+        balances: list[Tensor] = []
+        for block in self.blocks if names is None else (self.blocks.get_submodule(name) for name in names):
+            if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+                x, balance = checkpoint(block, x, rope, use_reentrant=False)  # type: ignore[misc]
+            else:
+                x, balance = block(x, rope, cache)
+            balances += [] if balance is None else [balance]
+        return x, balances
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy, 0-dim float32 nats: logits [B, T, vocab_size], targets [B, T] with -100 for nothing."""
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
     def _check_input(self, ids: Tensor, start: int) -> None:
         if ids.dim() != 2:
