@@ -7,32 +7,22 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from narrowgauge.distributed import wire
 from narrowgauge.errors import ConfigError
+from narrowgauge.ops import reduce
 
 DIMENSIONS = ("pipeline", "data", "shard", "tensor")  # from the slowest link to the fastest: ranks of a node are near
 _ATTRIBUTE = "_narrowgauge_layout"
 
 
-class GroupReducer:
-    """`ops.reduce.Reducer` over a process group; None: all processes."""
+class GroupReducer(reduce.GroupReducer):
+    """`ops.reduce.Reducer` over a process group, counted on the wire; None: all processes."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-
-    def max_(self, amax: Tensor) -> Tensor:
-        """Replace non-negative float32 values by their maximum over the group, and return them; NaN reaches all.
-
-        As integers: the bits of non-negative floats are in their order, NaN above infinity, on every backend.
-        """
-        bits = amax.detach().abs().view(torch.int32).contiguous()
-        ranks = dist.get_world_size(self.group)
-        dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.group)
-        wire.record(wire.CONTROL, "all_reduce", torch.int32, 2 * bits.nbytes * (ranks - 1) // ranks)
-        return amax.copy_(bits.view(torch.float32))
+    def sent(self, collective: str, dtype: torch.dtype, size: int) -> None:
+        wire.record(wire.CONTROL, collective, dtype, size)
 
 
 @dataclass(frozen=True, eq=False)
