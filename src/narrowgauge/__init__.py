@@ -12,6 +12,7 @@ from narrowgauge.errors import (
     DataError,
     DivergenceError,
     NarrowgaugeError,
+    ProcessError,
     RecipeError,
 )
 
@@ -104,8 +105,8 @@ __all__ = [
     "Block", "CURRENT", "CURRENT_POW2", "CastSpec", "CheckpointError", "ConfigError", "ConversionError",
     "ConversionReport", "DYNAMIC", "DataError", "Delayed", "DelayedScaling", "DivergenceError", "E8M0_FLOOR",
     "E8M0_UP", "Hadamard", "LINEAR", "LossScaler", "NEAREST_EVEN", "NONE", "NONZERO", "NVFP4", "NarrowgaugeError",
-    "PER_COLUMN", "PER_ROW", "PER_TENSOR", "QuantizedTensor", "RANGE_EXPANSION", "Recipe", "RecipeError",
-    "SQUARE_ROOT", "STOCHASTIC", "TENSOR_POW2", "ULP", "accumulate", "autocast",
+    "PER_COLUMN", "PER_ROW", "PER_TENSOR", "ProcessError", "QuantizedTensor", "RANGE_EXPANSION", "Recipe",
+    "RecipeError", "SQUARE_ROOT", "STOCHASTIC", "TENSOR_POW2", "ULP", "accumulate", "autocast",
     "clip_grad_norm_", "convert", "distributed", "formats", "freeze", "ledger", "load", "load_weights", "optim",
     "prepare", "quantize", "recipe", "recipe_names", "recipes", "report", "save",
 ]  # fmt: skip

@@ -41,6 +41,10 @@ class DivergenceError(NarrowgaugeError):
     """Training cannot go on: too many skipped steps, or a loss that is not finite."""
 
 
+class ProcessError(NarrowgaugeError):
+    """The processes of a run disagree, or one of them is gone, hangs or has failed; the message names it."""
+
+
 def closest(name: str, valid: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest valid names, or a list of all where none is close.
 
