@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.ops import kernels
+from narrowgauge.ops import deferred, kernels
+from narrowgauge.ops.backends import Backend
 from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Gemm, multiply
 from narrowgauge.ops.operands import Cast, Caster, Counter, DelayedSlots, key_of_call, plain
@@ -53,14 +54,20 @@ def linear(
 
     Saved for backward: the codes of the input operand (1 byte a value in FP8, packed below 8 bits) and of the weight,
     with their scales. Where `casts.in_compute` runs grad_weight in the compute dtype, the input is saved in that dtype;
-    where it runs grad_input so, the weight itself is kept by reference and cast again.
+    where it runs grad_input so, the weight itself is kept by reference and cast again. Inside `deferred.putting_off`
+    backward leaves the weight gradient to be taken later, from the same operands.
     """
     # read here: on the inside of the autograd function torch.compile sees a tensor without attributes
     weight_spec = weight.spec if isinstance(weight, QuantizedTensor) else None
     key = key_of_call(casts, x, weight, generator, training)
     caster = Caster(delayed, record, counter, None if casts.smooth else shared, weight_spec, key)
     bias_grad_dtype = None if bias is None else grad_dtype_of(bias)
-    call = _Call(casts, caster, out_dtype, x.dtype, grad_dtype_of(weight), bias_grad_dtype, torch.is_grad_enabled())
+    grad_enabled = torch.is_grad_enabled()
+    call = _Call(casts, caster, out_dtype, x.dtype, grad_dtype_of(weight), bias_grad_dtype, grad_enabled)
+    later = deferred.current()
+    if later is not None and grad_enabled and weight.requires_grad and x.requires_grad:
+        # autograd does not know the weight, so that it runs no hooks of it in the pass that leaves it out
+        call, weight = call._replace(put_off=later.of(weight)), weight.detach()
     return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]
 
 
@@ -84,6 +91,7 @@ class _Call(NamedTuple):
     weight_grad_dtype: torch.dtype
     bias_grad_dtype: torch.dtype | None
     grad_enabled: bool  # inside the autograd function it always reads False
+    put_off: Callable[[Callable[[], Tensor]], None] | None = None  # takes the product of the weight gradient
 
 
 class _Linear(torch.autograd.Function):
@@ -91,6 +99,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
         needs_x, needs_weight = (needed and call.grad_enabled for needed in ctx.needs_input_grad[:2])
+        needs_weight = needs_weight or call.put_off is not None
         values, factors = weight.detach(), None
         if call.casts.smooth:
             factors = channel_factors(rows)
@@ -121,7 +130,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         rows = grad_output.reshape(grad_output.shape[:-1].numel(), grad_output.shape[-1])
-        dtypes = {GRAD_INPUT.name: call.input_dtype, GRAD_WEIGHT.name: call.weight_grad_dtype}
         grads: dict[str, Tensor] = {}
         saved_tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
         factors = saved_tensors[0]
@@ -129,15 +137,26 @@ class _Linear(torch.autograd.Function):
         make = functools.partial(call.caster.cast, "grad_output", rows)
         for gemm, backend, left in backward_casts(make, gemms, call.casts, grad_output.device):
             right = _restored(ctx, gemm, saved_tensors, factors)
-            grads[gemm.name] = multiply(gemm, left.factor(backend), right.factor(backend), backend, dtypes[gemm.name])
+            product = functools.partial(_gradient, gemm, left, right, backend, call, factors)
+            if gemm is GRAD_WEIGHT and call.put_off is not None:
+                call.put_off(product)
+            else:
+                grads[gemm.name] = product()
         grad_x, grad_weight = grads.get(GRAD_INPUT.name), grads.get(GRAD_WEIGHT.name)
-        if factors is not None:  # powers of two: exact
-            grad_x = None if grad_x is None else grad_x / factors.to(grad_x.dtype)
-            grad_weight = None if grad_weight is None else grad_weight * factors.to(grad_weight.dtype)
         grad_bias = None
         if call.bias_grad_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = kernels.column_sum(rows).to(call.bias_grad_dtype)
         return None if grad_x is None else grad_x.reshape(ctx.input_shape), grad_weight, grad_bias, None
+
+
+def _gradient(gemm: Gemm, left: Cast, right: Cast, backend: Backend, call: _Call, factors: Tensor | None) -> Tensor:
+    """The matrix of one backward product, in the dtype of what it is the gradient of."""
+    dtype = call.input_dtype if gemm is GRAD_INPUT else call.weight_grad_dtype
+    grad = multiply(gemm, left.factor(backend), right.factor(backend), backend, dtype)
+    if factors is None:
+        return grad
+    # powers of two: exact
+    return grad / factors.to(grad.dtype) if gemm is GRAD_INPUT else grad * factors.to(grad.dtype)
 
 
 def _restored(ctx: Any, gemm: Gemm, saved_tensors: tuple[Any, ...], factors: Tensor | None) -> Cast:
