@@ -14,11 +14,12 @@ from narrowgauge.layers.kinds import Kind, kind_of
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.cast import FLOATING, HALF
+from narrowgauge.tensors.local import as_part_of, is_distributed, local
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
-# all digits of a parameter, as a float32 tensor of its shape
+# all digits of a parameter, as a float32 tensor of its shape; of a DTensor, those of the part that is here
 FullValues = Callable[[nn.Parameter], Tensor]
-# (the parameter as it was, as it is now, all of its digits)
+# (the parameter as it was, as it is now, all of its digits as above)
 OnStored = Callable[[nn.Parameter, nn.Parameter, Tensor], None]
 
 
@@ -42,8 +43,9 @@ def store(
 
     float32: parameters in 16 bits become float32 masters. bfloat16: all become bfloat16. A scaled format: weights of
     linear layers, and of embeddings where the recipe says so, become QuantizedTensor parameters, tied ones one; all
-    others float32. A parameter object is replaced only where it becomes, or was, a QuantizedTensor of another spec:
-    the new one has its name, attributes, hooks and gradient.
+    others float32. A parameter object is replaced only where it becomes, or was, a QuantizedTensor of another spec, or
+    is a DTensor of another dtype: the new one has its name, attributes, hooks and gradient. Of a DTensor the local part
+    is stored so, as a tensor with scales of its own.
 
     full_values: reads all digits of a parameter, where a master completes it; left out, they are its own. held: the
     parameters whose masters it knows; None: all. on_stored: told of each parameter whose storage changed, one after the
@@ -76,7 +78,7 @@ def quantized_by(model: nn.Module, recipe: Recipe) -> Iterator[nn.Parameter]:
     """The weights that take part where a recipe stores weights in a scaled format, each once.
 
     Those of linear layers, and of embeddings where the recipe says so. A weight that is tied to a table that does not
-    take part is the table. Weights of a class of their own, such as distributed ones, do not.
+    take part is the table. Weights of a class of their own do not; DTensors do.
     """
     modules = list(model.modules())
     tables = [module for module in modules if isinstance(module, nn.Embedding)]
@@ -86,7 +88,7 @@ def quantized_by(model: nn.Module, recipe: Recipe) -> Iterator[nn.Parameter]:
         takes_part = kind_of(module) is Kind.LINEAR or isinstance(module, nn.Embedding)
         if weight is None or not takes_part or id(weight) in seen or weight.dtype not in FLOATING:
             continue
-        if type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor):
+        if type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor) or is_distributed(weight):
             seen.add(id(weight))
             yield weight
 
@@ -116,11 +118,11 @@ def _check(model: nn.Module, recipe: Recipe, held: Container[nn.Parameter] | Non
                     f"parameter '{name}' has no size yet, and recipe '{recipe.name}' stores parameters as "
                     f"({recipe.param}): run one forward pass first"
                 )
-        elif p.requires_grad and isinstance(p.data, QuantizedTensor) and held is not None and p not in held:
-            if p.data.spec != recipe.param and p.data.spec.format.is_narrow:
+        elif p.requires_grad and isinstance(q := local(p), QuantizedTensor) and held is not None and p not in held:
+            if q.spec != recipe.param and q.spec.format.is_narrow:
                 raise ConversionError(
-                    f"parameter '{name}' is stored as ({p.data.spec}), and recipe '{recipe.name}' stores "
-                    f"({recipe.param}): what its {p.data.spec.format.bits} bits have lost is in the optimizer that it "
+                    f"parameter '{name}' is stored as ({q.spec}), and recipe '{recipe.name}' stores "
+                    f"({recipe.param}): what its {q.spec.format.bits} bits have lost is in the optimizer that it "
                     "was trained by, so pass that one; or build the model anew and load its weights, then prepare it"
                 )
 
@@ -135,10 +137,11 @@ def _as_plain(
     grad_dtype = grad_dtype or (torch.float32 if in_bf16 else dtype)
     grad, p.grad = p.grad, None
     new = p
-    if p.dtype is not dtype or isinstance(p.data, QuantizedTensor):
+    is_quantized = isinstance(local(p), QuantizedTensor)
+    if p.dtype is not dtype or is_quantized:
         source = _source(p, full_values)
-        if isinstance(p.data, QuantizedTensor):
-            new = nn.Parameter(source.to(dtype, copy=True))
+        if is_quantized or is_distributed(p):
+            new = nn.Parameter(as_part_of(p, source.to(dtype, copy=True)))
             replace(model, p, new)
             _move_hooks(p, new)
         else:
@@ -157,12 +160,13 @@ def _as_quantized(
     """`p` as a QuantizedTensor of `spec`, which stands for float32, with its gradient and hooks."""
     grad, p.grad = p.grad, None
     new = p
-    if isinstance(p.data, QuantizedTensor) and p.data.spec == spec:
+    stored = local(p)
+    if isinstance(stored, QuantizedTensor) and stored.spec == spec:
         if p.dtype is not torch.float32:
             p.data = p.data.to(torch.float32)
     else:
         source = _source(p, full_values)
-        new = nn.Parameter(quantize(source, spec))
+        new = nn.Parameter(as_part_of(p, quantize(source, spec)))
         replace(model, p, new)
         _move_hooks(p, new)
         if on_stored is not None:
@@ -175,14 +179,15 @@ def _source(p: nn.Parameter, full_values: FullValues | None) -> Tensor:
     """All digits of a parameter: float32, maybe its own memory."""
     if full_values is not None:
         return full_values(p).detach().float()
-    values = p.detach()
+    values = local(p).detach()
     return values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values.float()
 
 
 def _gradient(grad: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """A gradient that was there before, wide where the recipe keeps gradients so."""
-    if isinstance(grad, QuantizedTensor) and not recipe.grad.is_scaled:
-        return grad.dequantize(dtype)
+    held = local(grad)
+    if isinstance(held, QuantizedTensor) and not recipe.grad.is_scaled:
+        return as_part_of(grad, held.dequantize(dtype))
     return grad.to(dtype)
 
 
