@@ -15,11 +15,12 @@ def train(argv: Sequence[str]) -> int:
 
     config, as_json = parse_arguments(argv)
 
+    from narrowgauge.cli.processes import process_group
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import run
 
-    with Reporter(log_every=config.log_every, as_json=as_json) as reporter:
+    with process_group(config), Reporter(log_every=config.log_every, as_json=as_json) as reporter:
         result = run(config, reporter)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
 
@@ -42,12 +43,13 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_json_option()
     arguments = parser.parse(argv)
 
+    from narrowgauge.cli.processes import process_group
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import resume as resume_run
     from narrowgauge.train.run_folder import RunFolder
 
     config = RunFolder.open(arguments.run).read_config()
-    with Reporter(log_every=config.log_every, as_json=arguments.json) as reporter:
+    with process_group(config), Reporter(log_every=config.log_every, as_json=arguments.json) as reporter:
         result = resume_run(arguments.run, reporter, checkpoint=arguments.checkpoint)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0

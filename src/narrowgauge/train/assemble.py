@@ -20,14 +20,18 @@ from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.ranks import ONE, Ranks
 from narrowgauge.train.sections import OptimizerConfig
+from narrowgauge.train.spread import spread
+from narrowgauge.train.step import Stages
 
 
 @dataclass
 class Parts:
     """All that a run trains with. `state` and `load_state` hold what is neither in the model nor in the optimizer.
 
-    recipe: with its schedule, resolved.
+    recipe: with its schedule, resolved. parameters: of the whole model. ranks: the run's processes. pipeline: what runs
+    forward and backward where the model is one of several stages; None: the model itself.
     """
 
     device: torch.device
@@ -37,6 +41,9 @@ class Parts:
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
     recipe: Recipe
+    parameters: int
+    ranks: Ranks = ONE
+    pipeline: Stages | None = None
 
     def state(self) -> dict[str, Any]:
         """Loss scaler, position in the data and random states, as plain state for a checkpoint."""
@@ -60,19 +67,27 @@ class Parts:
             torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
 
 
-def assemble(config: TrainConfig, on_progress: Callable[[str], None]) -> Parts:
-    """Read the text, build the model with the seed's weights, prepare it for the recipe.
+def assemble(config: TrainConfig, on_progress: Callable[[str], None], ranks: Ranks = ONE) -> Parts:
+    """Read the text, build the model with the seed's weights, spread it over the ranks, prepare it for the recipe.
 
-    Sets torch's random seed and number of threads. Raises DataError, ConfigError or RecipeError.
+    Sets torch's random seed and number of threads. Raises DataError, ConfigError, ConversionError or RecipeError.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     device = config.torch_device()
-    dataset = prepare_data(config.data.build(), config.cache_dir, on_progress)
-    model = build_model(config, dataset.tokenizer.vocab_size).to(device)
-    sequence_length = config.sequence_length or model.config.context
-    stream = BatchStream(dataset.train, config.batch_size, sequence_length, config.seed)
+    dataset = ranks.first_then_others(lambda: prepare_data(config.data.build(), config.cache_dir, on_progress))
+    whole = build_model(config, dataset.tokenizer.vocab_size).to(device)
+    parameters, sequence_length = whole.parameter_count(), config.sequence_length or whole.config.context
+    stream = BatchStream(
+        dataset.train,
+        config.batch_size,
+        sequence_length,
+        config.seed,
+        rank=ranks.batch_rank,
+        world_size=ranks.batch_ranks,
+    )
+    model, pipeline = spread(whole, config.parallel, ranks)
     recipe = config.build_recipe().resolve(device)
     optimizer = build_optimizer(model, config.optimizer)
     _, prepared = prepare(model, optimizer, recipe, offload=config.optimizer.offload)
@@ -89,7 +104,7 @@ def assemble(config: TrainConfig, on_progress: Callable[[str], None]) -> Parts:
         on_progress("compiling the model at its first step")
         model.compile()
     scaler = LossScaler(recipe, device.type, max_skips=max_skips)
-    return Parts(device, dataset, stream, model, prepared, scaler, recipe)
+    return Parts(device, dataset, stream, model, prepared, scaler, recipe, parameters, ranks, pipeline)
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> GPT:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from narrowgauge.train.sections import (
     DivergenceConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     ScheduleConfig,
     SwitchConfig,
 )
 
 __all__ = [
-    "DataConfig", "DivergenceConfig", "ModelConfig", "OptimizerConfig", "ScheduleConfig", "SwitchConfig", "TrainConfig",
+    "DataConfig", "DivergenceConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ScheduleConfig",
+    "SwitchConfig", "TrainConfig",
 ]  # fmt: skip
 
 
@@ -44,11 +47,12 @@ class TrainConfig:
         optimizer: AdamW.
         schedule: learning rate over steps.
         divergence: when to give up.
+        parallel: over how many processes, and how.
         recipe: name of the precision recipe, see `narrowgauge chart`.
         recipe_fields: fields of the recipe to change, e.g. {tf32: true}.
         switches: recipes to go on with, which store the same, e.g. after fp8_delayed [{after_step: 180, recipe: bf16}];
             each may have recipe_fields.
-        batch_size: sequences a micro-batch.
+        batch_size: sequences a micro-batch, on each process that reads its own.
         sequence_length: tokens a sequence; 0 takes the model's context.
         accumulation: micro-batches an optimizer step.
         clip: largest norm of the gradient; 0 leaves it alone.
@@ -78,6 +82,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recipe: str = "narrow8"
     recipe_fields: dict[str, Any] = field(default_factory=dict)
     switches: list[SwitchConfig] = field(default_factory=list)
@@ -111,7 +116,7 @@ class TrainConfig:
             _require(_value(self, key) >= 1, key, _value(self, key), "at least 1")
         for key in _NOT_NEGATIVE:
             _require(_is_finite(_value(self, key)) and _value(self, key) >= 0, key, _value(self, key), "0 or more")
-        for key in ("optimizer.lr", "optimizer.eps", "divergence.spreads", "divergence.floor"):
+        for key in ("optimizer.lr", "optimizer.eps", "divergence.spreads", "divergence.floor", "parallel.timeout_s"):
             _require(_is_finite(_value(self, key)) and _value(self, key) > 0, key, _value(self, key), "more than 0")
         _require(self.seed < 2**63, "seed", self.seed, "less than 2^63")
         for key in ("optimizer.beta1", "optimizer.beta2"):
@@ -128,6 +133,7 @@ class TrainConfig:
             expected = f"a step between the first and the last, 1 to {self.steps - 1}"
             _require(1 <= switch.after_step < self.steps, key, switch.after_step, expected)
         self._check_optimizer(self.build_recipe())
+        self._check_parallel()
         self.data.build()
         context = self.model.build(self.data.vocab_size).context
         if self.sequence_length > context:
@@ -158,6 +164,34 @@ class TrainConfig:
                 f"{key}=True with recipe '{recipe.name}', whose step torch takes for all parameters at once: expected "
                 "a recipe of 8-bit states: use narrow8"
             )
+
+    def _check_parallel(self) -> None:
+        """Raise ConfigError where what runs on several processes does not go together."""
+        parallel = self.parallel
+        if parallel.ranks == 1:
+            return
+        for key, refused in (
+            ("compile", self.compile),
+            ("optimizer.release_gradients", self.optimizer.release_gradients),
+        ):
+            if refused:
+                raise ConfigError(f"{key}=true with parallel {parallel}: expected false on several processes")
+        if parallel.partition and (parallel.data == 1 or parallel.ranks != parallel.data):
+            raise ConfigError(
+                f"parallel.partition=true with parallel {parallel}: expected parallel.data alone, whose replicas part "
+                "the states: use parallel.shard, which parts parameters too"
+            )
+        if parallel.pipeline > 1 and self.accumulation < parallel.pipeline:
+            raise ConfigError(
+                f"accumulation={self.accumulation} with parallel.pipeline={parallel.pipeline}: expected at least one "
+                "micro-batch for each stage: raise accumulation"
+            )
+
+    @property
+    def path(self) -> Path:
+        """The run's folder; only for a configuration with a name."""
+        assert self.name is not None
+        return Path(self.runs_dir) / self.name
 
     def build_recipe(self) -> Recipe:
         """The recipe with its changed fields and its schedule. Raises RecipeError."""
@@ -203,7 +237,8 @@ HOST = "cpu"
 _DEVICES = ("auto", "cpu", "cuda")
 _AT_LEAST_ONE = (
     "batch_size", "accumulation", "steps", "eval_batches", "keep_last", "log_every", "max_skips",
-    "divergence.window", "divergence.patience",
+    "divergence.window", "divergence.patience", "parallel.data", "parallel.shard", "parallel.tensor",
+    "parallel.pipeline",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "seed", "threads", "sample_tokens",

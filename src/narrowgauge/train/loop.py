@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from narrowgauge.train.assemble import assemble
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.events import OnEvent, Result, ignore
 from narrowgauge.train.folder import write_file
+from narrowgauge.train.ranks import Ranks
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.session import Session
 from narrowgauge.train.signals import Interruption
@@ -32,10 +34,11 @@ def run(config: TrainConfig, on_event: OnEvent = ignore) -> Result:
         CheckpointError: the last checkpoint could not be written.
     """
     config.check()
-    config = _with_all_values(config)
-    folder = RunFolder.create(config)
+    ranks = Ranks.of(config.parallel, config.torch_device())
+    config = ranks.from_first(lambda: _with_all_values(config))
+    folder = _on_first(ranks, lambda: RunFolder.create(config), config.path)
     try:
-        return _train(config, folder, on_event, None)
+        return _train(config, folder, on_event, None, ranks)
     except BaseException:
         folder.discard_unused()  # so that the name is free once the configuration or the text is mended
         raise
@@ -56,11 +59,21 @@ def resume(run_dir: Path | str, on_event: OnEvent = ignore, checkpoint: str | No
         CheckpointError: the checkpoint is missing or damaged; the message names the last good one. Else as `run`.
     """
     folder = RunFolder.open(run_dir)
-    folder.lock()
+    config = folder.read_config()
+    ranks = Ranks.of(config.parallel, config.torch_device())
+    _on_first(ranks, folder.lock, folder.path)
     try:
-        return _train(folder.read_config(), folder, on_event, folder.choose(checkpoint))
+        start = ranks.from_first(lambda: folder.choose(checkpoint))
+        return _train(config, folder, on_event, start, ranks)
     finally:
         folder.unlock()
+
+
+def _on_first(ranks: Ranks, open_folder: Callable[[], RunFolder | None], path: Path) -> RunFolder:
+    """The run's folder: made or locked by the first process, known to the others by its path only."""
+    opened: list[RunFolder | None] = []
+    ranks.from_first(lambda: opened.append(open_folder()))
+    return (opened[0] if opened else None) or RunFolder(path)
 
 
 def _with_all_values(config: TrainConfig) -> TrainConfig:
@@ -69,10 +82,13 @@ def _with_all_values(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, name=name, threads=config.threads or torch.get_num_threads())
 
 
-def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int | None) -> Result:
-    with with_tensorboard(on_event, folder.path / "tensorboard" if config.tensorboard else None) as listener:
-        parts = assemble(config, lambda what: listener(events.Preparing(step=0, what=what)))
-        if start is None or not folder.tokenizer.exists():
+def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int | None, ranks: Ranks) -> Result:
+    on_event = on_event if ranks.is_first else ignore
+    with with_tensorboard(
+        on_event, folder.path / "tensorboard" if config.tensorboard and ranks.is_first else None
+    ) as listener:
+        parts = assemble(config, lambda what: listener(events.Preparing(step=0, what=what)), ranks)
+        if ranks.is_first and (start is None or not folder.tokenizer.exists()):
             # the model means nothing without it, and the cache that it lies in may be cleared
             write_file(folder.tokenizer, parts.dataset.tokenizer.to_json())
         session = Session(config, folder, listener, parts)

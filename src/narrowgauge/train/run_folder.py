@@ -57,8 +57,7 @@ class RunFolder:
 
         Raises ConfigError where the folder is taken or cannot be written.
         """
-        assert config.name is not None  # `run` names every run
-        folder = cls(Path(config.runs_dir) / config.name)
+        folder = cls(config.path)
         try:
             with _writable(folder.path):
                 folder.path.mkdir(parents=True, exist_ok=True)
@@ -99,7 +98,7 @@ class RunFolder:
 
     def discard_unused(self) -> None:
         """Undo `create`, where the run never began: it has no journal yet."""
-        if self.journal.exists():
+        if self._lock is None or self.journal.exists():
             return
         for file in (self.config, self.tokenizer, self.path / ".lock"):
             file.unlink(missing_ok=True)
@@ -165,15 +164,23 @@ class RunFolder:
         return step
 
     def save(self, step: int, keep_last: int, model: nn.Module, optimizer: torch.optim.Optimizer, **extra: Any) -> Path:
-        """Write the checkpoint of `step`, then remove all but the last `keep_last`. Raises CheckpointError."""
+        """Write the checkpoint of `step`, then remove all but the last `keep_last`. Raises CheckpointError.
+
+        Of a run of several processes all call it; the one that holds the lock removes.
+        """
         path = save(self.checkpoint(step), model, optimizer, step=step, **extra)
+        if self._lock is None:
+            return path
         earlier = [s for s in self.steps() if s < step]
         for old in earlier[: max(len(earlier) - (keep_last - 1), 0)]:
             shutil.rmtree(self.checkpoint(old), ignore_errors=True)
         return path
 
     def remove_after(self, step: int) -> list[Path]:
-        """Remove checkpoints newer than `step`, which belong to the path not taken; returns where they were."""
+        """Remove checkpoints newer than `step`, which belong to the path not taken; returns where they were.
+
+        Only for the process that holds the lock.
+        """
         newer = [self.checkpoint(s) for s in self.steps() if s > step]
         for path in newer:
             shutil.rmtree(path, ignore_errors=True)

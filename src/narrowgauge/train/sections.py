@@ -128,6 +128,43 @@ class OptimizerConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How a run is spread over the processes that torchrun starts: the product of the four sizes is their number.
+
+    Args:
+        data: replicas of the model, which read different sequences; gradients are reduced in the recipe's grad_comm.
+        shard: processes that part parameters, gradients and states (FSDP2), and read different sequences.
+        tensor: processes that part each layer.
+        pipeline: stages of layers; the step's micro-batches (accumulation) flow through them.
+        sequence: with tensor: part the tokens between the layers too (sequence parallel).
+        reshard: with shard: free gathered parameters after each forward (as ZeRO-3); false keeps them until backward
+            (as ZeRO-2).
+        partition: with data: each replica keeps the optimizer state of its own tensors only (ZeRO-1).
+        schedule: of the pipeline: gpipe, 1f1b, interleaved or zero_bubble.
+        timeout_s: seconds after which a rank that does not answer ends the run.
+    """
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = True
+    reshard: bool = True
+    partition: bool = False
+    schedule: str = "1f1b"
+    timeout_s: float = 600.0
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the run takes."""
+        return self.data * self.shard * self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        sizes = {"data": self.data, "shard": self.shard, "tensor": self.tensor, "pipeline": self.pipeline}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+@dataclass
 class ScheduleConfig:
     """Linear warm-up, then a cosine.
 

@@ -43,20 +43,22 @@ class Session:
         self.evaluation: Evaluated | None = None
         self.ledger: Ledger | None = None
         self.train_s = 0.0
-        self.tokens_per_step = config.batch_size * config.accumulation * parts.stream.sequence_length
+        self.ranks = parts.ranks
+        sequences = config.batch_size * config.accumulation * self.ranks.batch_ranks
+        self.tokens_per_step = sequences * parts.stream.sequence_length
         self._first_step = 0
         self._journal: Journal | None = None
         self._journal_is_behind = False
 
     def begin(self, start: int | None) -> None:
-        """Open the journal, take in the checkpoint of step `start` if there is one, and say what will be trained."""
+        """Open the journal, take in the checkpoint of step `start` if there is one, and say what will be trained.
+
+        Of several ranks the first has the journal; what follows from it, all take in.
+        """
         path = None if start is None else self.folder.checkpoint(start)
-        if path is None or not self.folder.journal.exists():
-            self._journal = Journal.create(self.folder.journal, self._header())
-        else:
-            contents = journals.cut(self.folder.journal, start or 0)
+        contents = self.ranks.from_first(lambda: self._open_journal(start))
+        if contents is not None:
             self._take_in(contents)
-            self._journal = Journal(self.folder.journal)
             if not _is_recipe(contents.header.get("recipe"), self.parts.recipe):
                 self._warn("the recipe is not the one that this run began with: from here on it is another run")
         if path is not None:
@@ -64,7 +66,7 @@ class Session:
             self.parts.load_state(extra)
             self.step = self._first_step = int(extra["step"])
             self._write("resumed", versions=_versions())
-        for removed in self.folder.remove_after(self.step):
+        for removed in self.folder.remove_after(self.step) if self.ranks.is_first else []:
             self._warn(f"{removed} was removed: the run goes on from step {self.step}")
         self.emit(
             events.RunStarted(
@@ -72,7 +74,7 @@ class Session:
                 run_dir=self.folder.path,
                 config=self.config,
                 steps=self.config.steps,
-                parameters=self.parts.model.parameter_count(),
+                parameters=self.parts.parameters,
                 tokens_per_step=self.tokens_per_step,
                 train_tokens=len(self.parts.dataset.train.tokens),
                 report=report(self.parts.model),
@@ -80,6 +82,15 @@ class Session:
                 resumed_from=path,
             )
         )
+
+    def _open_journal(self, start: int | None) -> journals.Contents | None:
+        """A new journal; or, of a run that goes on from step `start`, the old one, cut back: its contents."""
+        if start is None or not self.folder.journal.exists():
+            self._journal = Journal.create(self.folder.journal, self._header())
+            return None
+        contents = journals.cut(self.folder.journal, start)
+        self._journal = Journal(self.folder.journal)
+        return contents
 
     def train(self, interruption: Interruption) -> Result:
         """Go on to the last step, or to the end of the step in which a signal arrives."""
@@ -90,9 +101,10 @@ class Session:
         while self.step < config.steps:
             self._step()
             is_last = self.step == config.steps
-            if is_last or (self._is_due(config.eval_every) and not interruption.requested):
+            requested = self.ranks.any(interruption.requested)  # a signal reaches the ranks one after the other
+            if is_last or (self._is_due(config.eval_every) and not requested):
                 self._evaluate()
-            stops = interruption.requested and not is_last
+            stops = requested and not is_last
             if stops or is_last or self._is_due(config.save_every):
                 self._save(must_succeed=stops or is_last)
             if stops:
@@ -140,6 +152,8 @@ class Session:
                 config.clip,
                 first_forward=measured,
                 before_zero_grad=count_bytes,
+                ranks=self.ranks,
+                pipeline=parts.pipeline,
             )
         seconds = time.perf_counter() - begin_s
         self._record(result, lr, seconds, shares_by_role(statistics.read()) if statistics else None)
@@ -201,6 +215,8 @@ class Session:
             sequence_length=self.parts.stream.sequence_length,
             batches=self.config.eval_batches,
             device=self.parts.device,
+            ranks=self.ranks,
+            loss_of=self.parts.pipeline.loss if self.parts.pipeline else None,
         )
         fields = {
             "loss": found.loss,
@@ -231,7 +247,7 @@ class Session:
 
     def _sample(self) -> None:
         prompt = self.config.sample_prompt
-        if self.config.sample_tokens:
+        if self.config.sample_tokens and self.parts.pipeline is None:  # a stage cannot write text
             parts = self.parts
             with self._eager():  # compiled code would be made anew for every length of the text
                 text = sample_text(
@@ -282,7 +298,7 @@ class Session:
             "versions": _versions(),
             "device": str(self.parts.device),
             "threads": torch.get_num_threads(),
-            "parameters": self.parts.model.parameter_count(),
+            "parameters": self.parts.parameters,
             "recipe": to_dict(self.parts.recipe),
         }
 

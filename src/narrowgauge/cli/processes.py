@@ -1,0 +1,47 @@
+"""The processes that torchrun starts: who this one is, from its environment, and the group of all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.train.config import TrainConfig
+
+
+def rank() -> int:
+    """This process's number as torchrun gave it; 0 where it was started otherwise."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def process_group(config: TrainConfig) -> Iterator[None]:
+    """Inside, the processes that torchrun started are a group: gloo on CPUs, NCCL on GPUs, one GPU each.
+
+    Raises ConfigError where their number is not what the configuration asks for.
+    """
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = config.parallel.ranks
+    if found != wanted:
+        started = f"torchrun started {found}" if "WORLD_SIZE" in os.environ else "found one"
+        raise ConfigError(
+            f"parallel {config.parallel}: expected {wanted} processes, {started}: start "
+            f"`torchrun --nproc-per-node {wanted} -m narrowgauge train ...`, or change parallel.data"
+        )
+    if wanted == 1:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    device = config.torch_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout_s))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,121 @@
+"""What the processes of one run do together: the first one writes, all of them decide alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.distributed import Layout, layout
+from narrowgauge.errors import ConfigError, NarrowgaugeError
+from narrowgauge.train.sections import ParallelConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run. layout: how the model is spread over them; None: one process.
+
+    Every method is a collective: all ranks call it, in the same order.
+    """
+
+    layout: Layout | None = None
+
+    @classmethod
+    def of(cls, config: ParallelConfig, device: torch.device) -> Ranks:
+        """The processes that the configuration asks for. Raises ConfigError where they are not there."""
+        if not dist.is_initialized():
+            if config.ranks == 1:
+                return cls()
+            raise ConfigError(
+                f"parallel: expected {config.ranks} processes ({config}), found one: start the command with "
+                f"`torchrun --nproc-per-node {config.ranks} -m narrowgauge train ...`"
+            )
+        sizes = {"data": config.data, "shard": config.shard, "tensor": config.tensor, "pipeline": config.pipeline}
+        return cls(layout(**sizes, device_type=device.type))
+
+    @property
+    def is_first(self) -> bool:
+        """True on the process that writes the run's folder and renders its events."""
+        return self.layout is None or dist.get_rank() == 0
+
+    @property
+    def batch_rank(self) -> int:
+        """This process's place among those that read different sequences."""
+        return 0 if self.layout is None else self.layout.batch_rank
+
+    @property
+    def batch_ranks(self) -> int:
+        """Processes that read different sequences."""
+        return 1 if self.layout is None else self.layout.batch_ranks
+
+    def from_first(self, function: Callable[[], T]) -> T:
+        """What `function` gives on the first process, on all of them; what it raises there, all raise."""
+        if self.layout is None:
+            return function()
+        answer: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.is_first:
+            try:
+                answer = [function(), None]
+            except Exception as error:
+                failure = error
+                answer = [None, (type(error), str(error))]
+        dist.broadcast_object_list(answer, src=0)
+        if failure is not None:
+            raise failure
+        if answer[1] is not None:
+            kind, message = answer[1]
+            raise (kind(message) if issubclass(kind, NarrowgaugeError) else NarrowgaugeError(message))
+        return answer[0]
+
+    def first_then_others(self, function: Callable[[], T]) -> T:
+        """`function` on every process, on the others once the first has made what they find in its cache."""
+        if self.layout is None:
+            return function()
+        made: list[T] = []
+        self.from_first(lambda: made.append(function()))
+        return made[0] if self.is_first else function()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process."""
+        return self._reduce([float(flag)], dist.ReduceOp.MAX, None)[0] > 0 if self.layout is not None else flag
+
+    def mean(self, value: float) -> float:
+        """The mean over processes that read different sequences, taken in the same order on all."""
+        return self.sums([value])[0] / self.batch_ranks
+
+    def sums(self, values: list[float]) -> list[float]:
+        """Sums over processes that read different sequences."""
+        if self.layout is None or self.batch_ranks == 1:
+            return values
+        return self._reduce(values, dist.ReduceOp.SUM, self.layout.batch)
+
+    def text(self, text: str) -> str:
+        """The text of the first process that has any."""
+        if self.layout is None:
+            return text
+        found: list[Any] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, text)
+        return next((each for each in found if each), "")
+
+    def _reduce(self, values: list[float], how: Any, group: dist.ProcessGroup | None) -> list[float]:
+        assert self.layout is not None
+        device = self.layout.mesh.device_type
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        # a maximum may drop NaN, and flags hold none; a sum keeps it
+        dist.all_reduce(tensor, how, group=group)
+        return tensor.tolist()
+
+
+ONE = Ranks()
+
+
+def finite_name(norm: float, name: Callable[[], str], ranks: Ranks) -> str:
+    """The first bad parameter's name where the norm, which all ranks share, is not finite; else ""."""
+    return "" if math.isfinite(norm) else ranks.text(name())
