@@ -1,4 +1,4 @@
-"""A model over the processes of a run, before its optimizer is made: stages, layers, shards, replicas, in this order."""
+"""A model over the processes of a run, before its optimizer is made: stages, layers, shards, then replicas."""
 
 from __future__ import annotations
 
