@@ -1,0 +1,238 @@
+"""A rank that dies, hangs or fails ends the run on every other one within a time-out, with its name.
+
+Collectives wait. With gloo a rank whose peer died gets "connection closed", which names an address at best, and one
+whose peer hangs waits for the group's time-out of half an hour; with NCCL the watchdog ends processes after ten minutes
+and names the collective, not the culprit. Here a thread of each rank tells the run's store that it lives, how many
+steps it has made and where its main thread is, watches the next rank, and reads what others found. Its load does not
+grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from narrowgauge.distributed import places
+from narrowgauge.distributed.agreement import ranks_text
+from narrowgauge.distributed.meeting_point import has_peers, meeting_point
+from narrowgauge.errors import ProcessError
+
+EXIT_CODE = 1  # of a process whose main thread cannot be woken
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """When to give up, in seconds.
+
+    step_s: without a finished step; longer than the longest step, first compilation, evaluation or checkpoint.
+    silence_s: without a sign of life. grace_s: from the verdict until a process that still hangs is ended. every_s:
+    between signs of life.
+    """
+
+    step_s: float = 600.0  # NCCL's own time-out
+    silence_s: float = 60.0
+    grace_s: float = 10.0
+    every_s: float = 5.0
+
+
+@dataclasses.dataclass
+class _Sign:
+    """What a rank tells of itself. left: it has ended its loop."""
+
+    rank: int
+    beats: int
+    steps: int
+    stalled_s: float
+    waits: bool
+    place: str
+    process: str
+    left: bool = False
+
+
+class Watch:
+    """`with Watch() as watch:` around a training loop that calls `watch.step()` at the end of every step.
+
+    In a rank that lives, the loop then ends with a ProcessError that names the rank at fault: from `step`, or in place
+    of the error that a collective raised for want of that rank. A rank whose main thread cannot be woken, since it
+    waits inside a collective or hangs itself, is ended with EXIT_CODE after the message and the stacks of its threads
+    have gone to stderr, so that torchrun may start the run anew. In a run of one process it does nothing.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.verdict: str | None = None
+        self.rank, self.ranks = 0, 1
+        self._steps = self._beats = 0
+        self._last_step_s = time.monotonic()
+        self._stopped = threading.Event()
+        self._decided = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if has_peers():
+            self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+            self._last_step_s = time.monotonic()
+            self._tell(self._connect())
+            self._thread = threading.Thread(target=self._run, name="narrowgauge-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def step(self) -> None:
+        """A step has ended. Raises ProcessError where another rank is gone, hangs or has failed."""
+        self._steps += 1
+        self._last_step_s = time.monotonic()
+        if self.verdict is not None:
+            raise ProcessError(self.verdict)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        try:
+            if isinstance(error, Exception) and not isinstance(error, ProcessError):
+                self._judge(error)
+        finally:
+            self._stopped.set()
+            self._thread.join(timeout=2 * self.limits.every_s)
+            if self.verdict is not None and self.rank == 0:
+                # its process may be the one that holds the store: the others have to read the verdict
+                time.sleep(3 * self.limits.every_s)
+            _quietly(lambda: self._tell(self._connect(), left=True))
+
+    def _connect(self) -> dist.Store:
+        return meeting_point("liveness", max(self.limits.silence_s, 1.0))
+
+    def _judge(self, error: Exception) -> None:
+        """Tell the others of an error of this rank's own; raise what is known of one that another rank caused."""
+        who = f"rank {self.rank} ({_process()})"
+        text = f"{type(error).__name__}: {error}"
+        if not places.lost_contact(error):
+            failed = f"{who} failed after step {self._steps}: {text}"
+            _quietly(lambda: self._decide(self._connect(), failed))
+            return
+        # the rank that was lost is found silent, or says itself why it failed
+        if not self._decided.wait(self.limits.silence_s + 3 * self.limits.every_s):
+            lost = (
+                f"{who} lost contact with another after step {self._steps}, though every process gives signs of life: "
+                f"look at the network between them; {text}"
+            )
+            _quietly(lambda: self._decide(self._connect(), lost))
+        raise ProcessError(self.verdict or f"{who} lost contact with the other processes: {text}") from error
+
+    # what follows runs in the thread
+
+    def _run(self) -> None:
+        seen: dict[int, tuple[int, float]] = {}  # rank -> beats, and when they were new
+        store, unreachable_since_s = self._connect(), None
+        while not self._stopped.wait(self.limits.every_s) and self.verdict is None:
+            try:
+                self._tell(store)
+                found = self._read_verdict(store) or self._silent(store, seen) or self._stalled(store)
+                if found:
+                    self._decide(store, found)
+                unreachable_since_s = None
+            except Exception as error:  # torch raises several kinds where a store does not answer
+                now_s = time.monotonic()
+                unreachable_since_s = unreachable_since_s or now_s
+                if now_s - unreachable_since_s > self.limits.silence_s:
+                    self._take(
+                        f"the store of this run has not answered rank {self.rank} for {self.limits.silence_s:g} s: the "
+                        f"machine of rank 0, or of torchrun's first node, is gone ({type(error).__name__})"
+                    )
+        if self.verdict is not None and not self._stopped.wait(self.limits.grace_s):
+            self._end_process()
+
+    def _tell(self, store: dist.Store, left: bool = False) -> None:
+        self._beats += 1
+        waits, place = places.of_main_thread()
+        stalled_s = time.monotonic() - self._last_step_s
+        sign = _Sign(self.rank, self._beats, self._steps, stalled_s, waits, place, _process(), left)
+        store.set(f"rank/{self.rank}", json.dumps(dataclasses.asdict(sign)))
+
+    def _read(self, store: dist.Store, rank: int) -> _Sign | None:
+        key = f"rank/{rank}"
+        return _Sign(**json.loads(store.get(key))) if store.check([key]) else None
+
+    def _read_verdict(self, store: dist.Store) -> str:
+        return store.get("verdict").decode() if store.check(["verdict"]) else ""
+
+    def _silent(self, store: dist.Store, seen: dict[int, tuple[int, float]]) -> str:
+        """The next ranks that have given no sign for too long, up to the first that has."""
+        silent: list[_Sign] = []
+        now_s = time.monotonic()
+        for distance in range(1, self.ranks):
+            rank = (self.rank + distance) % self.ranks
+            sign = self._read(store, rank) or _Sign(rank, 0, 0, 0.0, False, "", "never seen")
+            beats, since_s = seen.get(rank, (-1, now_s))
+            if sign.beats != beats:
+                seen[rank] = (sign.beats, now_s)
+            if sign.left:
+                continue
+            if sign.beats != beats or now_s - since_s <= self.limits.silence_s:
+                break
+            silent.append(sign)
+        if not silent:
+            return ""
+        named = "; ".join(f"rank {s.rank} ({s.process}), last seen after step {s.steps}{_at(s)}" for s in silent)
+        return (
+            f"no sign of life for {self.limits.silence_s:g} s from {named}: the process died, was stopped, or its "
+            "machine is gone; look into its log and the kernel's (out of memory?)"
+        )
+
+    def _stalled(self, store: dist.Store) -> str:
+        """Who keeps the others waiting, where this rank has made no step for too long."""
+        if time.monotonic() - self._last_step_s <= self.limits.step_s:
+            return ""
+        signs = [sign for rank in range(self.ranks) if (sign := self._read(store, rank)) is not None]
+        waiting = [sign for sign in signs if sign.waits and not sign.left]
+        others = [sign for sign in signs if not sign.waits or sign.left]
+        by_place: dict[str, list[int]] = {}
+        for sign in signs:
+            by_place.setdefault("its end" if sign.left else sign.place, []).append(sign.rank)
+        where = "; ".join(f"{ranks_text(ranks)} at {place}" for place, ranks in by_place.items())
+        head = f"no step for {self.limits.step_s:g} s after step {min(sign.steps for sign in signs)}"
+        if waiting and others:
+            named = ", ".join(f"rank {s.rank} ({s.process}){' has left the loop' * s.left or _at(s)}" for s in others)
+            return f"{head}: {ranks_text(s.rank for s in waiting)} waited for {named}"
+        return f"{head}, and no rank stands out: {where}; a time-out shorter than a step would look the same"
+
+    def _decide(self, store: dist.Store, text: str) -> None:
+        """Make `text` the verdict unless another rank was first."""
+        self._take(store.compare_set("verdict", "", text).decode())
+
+    def _take(self, verdict: str) -> None:
+        self.verdict = verdict
+        self._decided.set()
+
+    def _end_process(self) -> None:
+        sys.stderr.write(f"narrowgauge, rank {self.rank}: {self.verdict}\nThis process waits still and is ended.\n")
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)  # nothing else ends a main thread that waits in C++
+
+
+def _at(sign: _Sign) -> str:
+    return f" at {sign.place}" if sign.place else ""
+
+
+def _process() -> str:
+    return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def _quietly(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except Exception:  # a store that is gone when the run ends is no fault
+        return
