@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,8 @@ from narrowgauge.numerics.scaling import NVFP4, Delayed
 from narrowgauge.ops.backends import Backend
 from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.matmul import Factor
+from narrowgauge.ops.parted import NOTHING_PARTED, PartedOperand
+from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer
 from narrowgauge.ops.shared import SharedInputs
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors.cast import cast_operand
@@ -35,12 +38,15 @@ class DelayedSlots(NamedTuple):
         """The views of one expert, where these are of all: quant_scale [E], history [E, L], rolls [E]."""
         return DelayedSlots(*(None if view is None else view[expert] for view in self))  # type: ignore[arg-type]
 
-    def scale_for(self, x: Tensor, spec: CastSpec) -> Tensor:
-        """What `x` is multiplied by before its cast: the scale in force, or in a warm-up that of `x` itself."""
+    def scale_for(self, x: Tensor, spec: CastSpec, reducer: Reducer = SINGLE_PROCESS) -> Tensor:
+        """What `x` is multiplied by before its cast: the scale in force, or in a warm-up that of `x` itself.
+
+        reducer: over the processes that hold parts of the operand, of which `x` is one.
+        """
         if self.rolls is None:
             return self.quant_scale
         assert isinstance(spec.scale, Delayed)
-        amax = x.amax if isinstance(x, QuantizedTensor) else scaling.tensor_amax(x)
+        amax = reducer.max_(x.amax.clone() if isinstance(x, QuantizedTensor) else scaling.tensor_amax(x))
         current = scaling.delayed_scale_of(amax, self.quant_scale, spec.format, spec.scale)
         return torch.where(self.rolls < spec.scale.warmup, current, self.quant_scale)
 
@@ -94,7 +100,8 @@ class Caster(NamedTuple):
 
     delayed: slots of the roles with a delayed scale. record: whether live slots are raised. counter: told of every
     counted cast. shared: casts of inputs by sibling layers. weight_spec: how a quantized weight is stored. key: source
-    of the random bits of stochastic casts, see `philox`; None where there is none.
+    of the random bits of stochastic casts, see `philox`; None where there is none. parted: of the roles whose matrix is
+    parted over processes, how.
     """
 
     delayed: Mapping[str, DelayedSlots]
@@ -103,6 +110,7 @@ class Caster(NamedTuple):
     shared: SharedInputs[Cast] | None
     weight_spec: CastSpec | None = None
     key: Tensor | None = None
+    parted: Mapping[str, PartedOperand] = NOTHING_PARTED
 
     def cast(
         self,
@@ -125,12 +133,15 @@ class Caster(NamedTuple):
         slots = self.delayed.get(role) if spec.is_delayed else None
         if spec.is_delayed and slots is None:
             raise RecipeError(f"{role} is cast by '{spec}': expected its slots in `delayed`, found none")
-        quant_scale = None if slots is None else slots.scale_for(x, spec)
+        parted = self.parted.get(role)
+        reducer = SINGLE_PROCESS if parted is None else parted.reducer
+        quant_scale = None if slots is None else slots.scale_for(x, spec, reducer)
         count = counted and self.counter is not None
 
         def make() -> Cast:
+            values = x if how.hadamard is None else kernels.transform(plain(x), how.hadamard.signs)
             return cast_by(
-                x if how.hadamard is None else kernels.transform(plain(x), how.hadamard.signs),
+                values,
                 spec,
                 quant_scale,
                 keep_codes=keep_codes,
@@ -139,6 +150,7 @@ class Caster(NamedTuple):
                 stored=self.weight_spec if role == "weight" else None,
                 key=self.key,
                 stream=how.stream,
+                amax=None if parted is None else functools.partial(parted.amax, spec=spec),
             )
 
         if self.shared is None or source is None:
@@ -204,10 +216,12 @@ def cast_by(
     stored: CastSpec | None = None,
     key: Tensor | None = None,
     stream: int = 0,
+    amax: Callable[[Tensor], Tensor | None] | None = None,
 ) -> Cast:
     """Cast a matrix by `spec`; quant_scale: the delayed scale, or None. Codes are kept where there is no carrier.
 
     stored: how `x` is stored, where it is a QuantizedTensor; left out, it is asked. key, stream: as in `cast_operand`.
+    amax: gives that function's, for values of which `x` are a part; None: there is no more than `x`.
     """
     if isinstance(x, QuantizedTensor):
         kept = _stored_codes(x, spec, x.spec if stored is None else stored, count)
@@ -218,7 +232,15 @@ def cast_by(
         return _cast_wide(x, spec, count)
     keep_codes = keep_codes or carrier is None
     done = cast_operand(
-        x, spec, quant_scale, keep_codes=keep_codes, carrier=carrier, count=count, key=key, stream=stream
+        x,
+        spec,
+        quant_scale,
+        keep_codes=keep_codes,
+        carrier=carrier,
+        count=count,
+        key=key,
+        stream=stream,
+        amax=None if amax is None else amax(x),
     )
     dequant_scale = done.dequant_scale
     if spec.is_scaled and done.amax is not None and spec.format.saturating:

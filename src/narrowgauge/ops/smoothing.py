@@ -10,15 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer
 
-def channel_factors(x: Tensor) -> Tensor:
+
+def channel_factors(x: Tensor, reducer: Reducer = SINGLE_PROCESS) -> Tensor:
     """For every column of x [rows, columns] the power of two at or below its largest magnitude: float32 [columns].
 
     1 for a column that is zero, that holds infinity or NaN, or where there are no rows. x / factors has magnitudes
-    below 2.
+    below 2. reducer: over processes that have other rows.
     """
     if x.shape[0] == 0:
         return torch.ones(x.shape[1], dtype=torch.float32, device=x.device)
-    amax = x.abs().amax(dim=0).float()
+    amax = reducer.max_(x.abs().amax(dim=0).float())
     factors = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(amax.isfinite() & (factors > 0), factors, 1.0)

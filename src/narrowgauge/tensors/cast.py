@@ -12,7 +12,7 @@ from narrowgauge.numerics import kernels, scaling
 from narrowgauge.numerics.rounding import NONZERO
 from narrowgauge.numerics.scaling import CURRENT, NONE, NVFP4, TENSOR_POW2, ULP, Delayed, ScaleRule
 from narrowgauge.recipes.spec import CastSpec
-from narrowgauge.tensors import tiles
+from narrowgauge.tensors import parted_amax, tiles
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)
@@ -49,6 +49,7 @@ def cast_operand(
     count: bool = False,
     key: Tensor | None = None,
     stream: int = 0,
+    amax: Tensor | None = None,
 ) -> Operand:
     """Cast `x` by `spec`.
 
@@ -57,12 +58,13 @@ def cast_operand(
     and a scale of its own gives its codes as they are. quant_scale: 0-dimensional float32, the multiplier to use; left
     out, it follows from `x` (current scaling). keep_codes, carrier, count: which fields of the Operand to fill. key,
     stream: source of the random bits of a stochastic spec, see `philox`; others ignore them. For a spec of blocks `x`
-    is a matrix.
+    is a matrix. amax: of what `x` is a part of, where scales span more than `x`, as `parted_amax.amax_of_part` gives it
+    for the parts; left out, it is that of `x`.
 
     Raises RecipeError for a spec with delayed scaling and no `quant_scale`, or a stochastic one and no `key`.
     """
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-        kept = _codes_as_they_are(x, spec, quant_scale, carrier, count)
+        kept = None if amax is not None else _codes_as_they_are(x, spec, quant_scale, carrier, count)
         if kept is not None:
             return kept
         x = _plain(x)
@@ -70,8 +72,11 @@ def cast_operand(
         x = x.float()
     key = _key_for(spec, key)
     if spec.in_blocks:
-        return _cast_blocks(x, spec, keep_codes, carrier, count, key, stream)
-    amax = kernels.amax(x) if spec.is_scaled or count else None
+        whole = x if amax is None else parted_amax.extended(x, spec, amax)
+        done = _cast_blocks(whole, spec, keep_codes, carrier, count, key, stream)
+        return done if amax is None else parted_amax.cut(done, x, spec)
+    if amax is None and (spec.is_scaled or count):
+        amax = kernels.amax(x)
     if quant_scale is None and spec.is_scaled:
         assert amax is not None
         quant_scale = scaling.quant_scale_of(amax, spec.format, _current_rule(spec))
