@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -72,6 +72,10 @@ class GroupReducer:
         dist.all_gather(found, values, group=self.group)
         self.sent("all_gather", values.dtype, values.nbytes * (len(found) - 1))
         return torch.stack(found)
+
+    def over(self, group: Any) -> Self:
+        """The same over another group."""
+        return type(self)(group)
 
     def sent(self, collective: str, dtype: torch.dtype, size: int) -> None:
         """Told of every collective, and of the bytes that this rank sent: for who counts them."""

@@ -9,22 +9,30 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import philox
+from narrowgauge.ops.reduce import Reducer
 from narrowgauge.optim import checks, kernels, storage
 from narrowgauge.optim import offload as offloading
+from narrowgauge.optim.guard import StepGuard
+from narrowgauge.optim.randomness import SharedSeed
 from narrowgauge.optim.rules import Hyper, Rule
-from narrowgauge.optim.state import MASTER, LowPrecisionState
+from narrowgauge.optim.saving import SavedState
+from narrowgauge.optim.state import MASTER
 from narrowgauge.optim.update import Item, update, values_of_gradient
+from narrowgauge.tensors.local import is_distributed, local_grad
 
 __all__ = ["MASTER", "LowPrecisionOptimizer"]
 
 
-class LowPrecisionOptimizer(LowPrecisionState):
+class LowPrecisionOptimizer(SavedState):
     """A torch.optim.Optimizer whose state is kept in any format, for parameters in any format.
 
     state[p] holds "step" (an int), the rule's moments under torch's names, and "master" where there is one: plain
     tensors, QuantizedTensors, or PackedTensors below 8 bits. A step reads all of them as float32 (float64 for float64
     parameters), takes the step with the new moments as they are, and casts what it keeps with fresh scales; where the
     update of a value is zero, the parameter's and the master's bits stay.
+
+    Of a DTensor (a shard, or a part of a layer) the local part is stepped, and has the bits of the same rows of the
+    whole, where scales do not reach over rows; state[p] holds plain local tensors. Formats go by the size of the whole.
 
     A parameter that was written by others since the last step (an initialisation, `load_state_dict`) is taken as it is
     now: its residual is dropped, and a master copy is made anew.
@@ -43,6 +51,7 @@ class LowPrecisionOptimizer(LowPrecisionState):
     def _forget_all(self) -> None:
         super()._forget_all()
         self._key: Tensor | None = None
+        self._streams: dict[Tensor, int] = {}
         self._plan: kernels.Plan | None = None
 
     @torch._disable_dynamo  # so that a changed learning rate compiles nothing anew
@@ -55,6 +64,9 @@ class LowPrecisionOptimizer(LowPrecisionState):
                 loss = closure()
         self.step_parameters(self.parameters())
         self._key = None
+        guard = StepGuard.on(self)
+        if self.partition is not None and not (guard is not None and guard.is_skipping):
+            self.partition.exchange(self)
         return loss
 
     @torch.no_grad()
@@ -63,13 +75,16 @@ class LowPrecisionOptimizer(LowPrecisionState):
 
         Random bits are those that they would have in one step together.
         """
-        items = self._items([p for p in parameters if p.grad is not None])
+        stepped = [p for p in parameters if p.grad is not None and self.is_own(p)]
+        items = self._items(stepped)
         if self.offload is None:
             self._update(items)
         else:
             offloading.step(items, lambda item: self._update([item]))
-        for item in items:
-            self._mark(item.param)
+        for p in stepped:
+            if is_distributed(p):
+                torch.autograd.graph.increment_version(p)  # it sees no writes to its local part
+            self.mark_written(p)
 
     def _update(self, items: list[Item]) -> None:
         key = self._step_key() if any(item.stochastic for item in items) else None
@@ -78,24 +93,26 @@ class LowPrecisionOptimizer(LowPrecisionState):
             update(self.rule, item, key)
 
     def _items(self, parameters: list[Tensor]) -> list[Item]:
-        for p in parameters:  # before anything changes
-            checks.check_gradient(p, self.name_of)
+        grads = [local_grad(p) for p in parameters]
+        for p, grad in zip(parameters, grads, strict=True):  # before anything changes
+            checks.check_gradient(p, grad, self.name_of)
         hypers: dict[Any, Hyper] = {}
         items: list[Item] = []
-        for p in parameters:
+        for p, grad in zip(parameters, grads, strict=True):
             place, state = self.place_of(p), self._state_of(p)
-            group = place.group
+            group, held = place.group, self.held(p)
             state["step"] += 1
             kind = (place.at, self.kind_of_step(p, state))
             if kind not in hypers:
                 hypers[kind] = self.hyper(group, p, state)
             moments = self._moments_of(p, state, group)
-            grad = -values_of_gradient(p.grad, storage.wide_dtype(p)) if group.get("maximize") else p.grad  # type: ignore[arg-type]
+            grad = -values_of_gradient(grad, storage.wide_dtype(held)) if group.get("maximize") else grad  # type: ignore[arg-type]
             stochastic = (
-                p.dtype is torch.bfloat16 and MASTER not in state and self.formats_of(p).stochastic_rounding
+                held.dtype is torch.bfloat16 and MASTER not in state and self.formats_of(p).stochastic_rounding
             )  # fmt: skip
-            if p.numel():  # a step of nothing is counted, and no more
-                items.append(Item(p, state.get(MASTER), grad, moments, hypers[kind], stochastic, place.stream))  # type: ignore[arg-type]
+            if held.numel():  # a step of nothing is counted, and no more
+                stream = self._stream_of(p) if stochastic else place.stream
+                items.append(Item(held, state.get(MASTER), grad, moments, hypers[kind], stochastic, stream))  # type: ignore[arg-type]
         return items
 
     def kind_of_step(self, p: Tensor, state: dict[str, Any]) -> Any:
@@ -106,7 +123,29 @@ class LowPrecisionOptimizer(LowPrecisionState):
         """The numbers of the step of `p`, whose number, from 1, is state["step"]; moments may not be made yet."""
         raise AssertionError("every optimizer has its own")
 
+    def share_randomness(self, reducer: Reducer, device: torch.device | str = "cpu") -> None:
+        """Let all ranks of a group draw the same random bits for the same part of a parameter, and others for others.
+
+        From now on a step's key follows from the seeds that the ranks' generators have now and from the number of the
+        step, and what `reducer` agrees on is a part of the state dict. device: one that the reducer's group works on.
+        """
+        generator = torch.default_generator if self.generator is None else self.generator
+        if self.shared_seed is not None:
+            self.shared_seed.remove()
+        self.shared_seed = SharedSeed(self, reducer, generator.initial_seed(), device)
+
+    def _stream_of(self, p: Tensor) -> int:
+        if self.shared_seed is None:
+            return self.place_of(p).stream
+        if p not in self._streams:
+            self._streams[p] = self.shared_seed.stream(p, self.name_of(p))
+        return self._streams[p]
+
     def _step_key(self) -> Tensor:
         if self._key is None:
-            self._key = philox.draw_key("cpu", self.generator)
+            guard = StepGuard.on(self)
+            if self.shared_seed is None:
+                self._key = philox.draw_key("cpu", self.generator)
+            else:
+                self._key = self.shared_seed.key(0 if guard is None else guard.steps)
         return self._key

@@ -13,6 +13,7 @@ from torch import Tensor
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics.formats import FP32
 from narrowgauge.optim.formats import StateFormats
+from narrowgauge.tensors.local import local
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 # below it, gradients whose square float32 cannot hold would be divided by less than themselves
@@ -83,9 +84,8 @@ def check_eps(eps: float) -> None:
         )
 
 
-def check_gradient(p: Tensor, name_of: Callable[[Tensor], str]) -> None:
-    """Raise NarrowgaugeError for a gradient that is sparse or not floating."""
-    grad = p.grad
+def check_gradient(p: Tensor, grad: Tensor | None, name_of: Callable[[Tensor], str]) -> None:
+    """Raise NarrowgaugeError for a gradient of `p` that is sparse or not floating."""
     assert grad is not None
     if grad.layout is not torch.strided:
         raise NarrowgaugeError(
@@ -103,7 +103,8 @@ def warn_of_lost_updates(
     losing = [p for p in params if _loses_updates(p, formats_of(p))]
     if losing:
         first, others = losing[0], f" and {len(losing) - 1} more" if len(losing) > 1 else ""
-        kind = str(first.data.spec) if isinstance(first.data, QuantizedTensor) else str(first.dtype)
+        held = local(first)
+        kind = str(held.spec) if isinstance(held, QuantizedTensor) else str(held.dtype)
         warnings.warn(
             f"'{name_of(first)}'{others}: {kind} parameters without a master or stochastic rounding do not move where "
             "an update is below half a unit in their last place; pass master=CastSpec(formats.INT8, scale=ULP) or "
@@ -113,7 +114,8 @@ def warn_of_lost_updates(
 
 
 def _loses_updates(p: Tensor, formats: StateFormats) -> bool:
-    if isinstance(p.data, QuantizedTensor):
-        spec = p.data.spec
+    held = local(p)
+    if isinstance(held, QuantizedTensor):
+        spec = held.spec
         return formats.master is None and spec.format.bits <= 8 and not spec.is_stochastic
-    return p.dtype is torch.bfloat16 and formats.master is None and not formats.stochastic_rounding
+    return held.dtype is torch.bfloat16 and formats.master is None and not formats.stochastic_rounding

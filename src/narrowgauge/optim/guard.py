@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from narrowgauge.errors import DivergenceError, NarrowgaugeError
+from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer, agreed_text, any_of
+from narrowgauge.tensors.local import local, local_grad
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 MAX_SKIPS = 50  # from a loss scale of 2^16, halving reaches 1 after 16 skips: what comes later is no search for a scale
@@ -33,9 +35,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def all_finite(tensors: list[Tensor]) -> bool:
     """True where no value is infinite or NaN, as no integer is; of quantized tensors their amax says so.
 
-    Waits for the device once.
+    Of distributed ones: none that this process holds. Waits for the device once.
     """
-    tensors = [t._values() if t.is_sparse else t for t in tensors]
+    tensors = [t._values() if t.is_sparse else local(t) for t in tensors]
     tensors = [t for t in tensors if t.numel() and (t.is_floating_point() or t.is_complex())]
     if not tensors:
         return True
@@ -63,6 +65,8 @@ class StepGuard:
     name_of: a parameter's name, for errors. on_step: called after a step that was taken. on_skip: after one that was
     not. on_count: called with the number of steps so far whenever that changed, after the others. max_skips: so many
     skipped steps in a row raise DivergenceError. The optimizer's `step_was_skipped` says what became of the last step.
+    reducer: over all processes that step together: where the gradients of one of them are bad, all skip, in one small
+    collective a step.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class StepGuard:
         on_skip: Callable[[], None] | None = None,
         on_count: Callable[[int], None] | None = None,
         max_skips: int = MAX_SKIPS,
+        reducer: Reducer = SINGLE_PROCESS,
     ) -> None:
         if max_skips < 1:
             raise NarrowgaugeError(f"expected max_skips of at least 1, found {max_skips}")
@@ -83,6 +88,7 @@ class StepGuard:
         self._on_skip = on_skip
         self._on_count = on_count
         self.max_skips = max_skips
+        self.reducer = reducer
         self.steps = 0  # taken and skipped
         self.skips_in_a_row = 0
         self._handles: list[Any] = []
@@ -110,6 +116,15 @@ class StepGuard:
             self._optimizer.register_load_state_dict_post_hook(lambda optimizer: self.go_on_from(self._loaded)),
         ]
         setattr(self._optimizer, _ATTRIBUTE, self)
+
+    @property
+    def is_skipping(self) -> bool:
+        """True within a step that changes nothing."""
+        return self._skipping
+
+    def any_of(self, flag: bool) -> bool:
+        """True on all processes where `flag` is on one of them."""
+        return any_of(flag, self.reducer, self._device)
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -199,8 +214,8 @@ class StepGuard:
         return (args[0], guarded), {}  # type: ignore[misc]
 
     def _check(self) -> None:
-        grads = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
-        if self.bad_parameter or not all_finite(grads):
+        grads = [grad for p in parameters_of(self._optimizer) if (grad := local_grad(p)) is not None]
+        if self.any_of(bool(self.bad_parameter) or not all_finite(grads)):
             self._skipping = True
             self.skip()
 
@@ -210,12 +225,18 @@ class StepGuard:
         self._skipping = False
 
     def _first_bad_name(self) -> str:
-        if self.bad_parameter:
-            return f"'{self.bad_parameter}'"
-        for p in parameters_of(self._optimizer):
+        """The name of a bad parameter, which another process may have."""
+        name = self.bad_parameter
+        for p in () if name else parameters_of(self._optimizer):
             if p.grad is not None and not all_finite([p.grad]):
-                return f"'{self.name_of(p)}'"
-        return "unknown"
+                name = self.name_of(p)
+                break
+        name = agreed_text(name, self.reducer, self._device)
+        return f"'{name}'" if name else "unknown"
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in parameters_of(self._optimizer)), torch.device("cpu"))
 
     def _name_in_groups(self, parameter: Tensor) -> str:
         for at, group in enumerate(self._optimizer.param_groups):

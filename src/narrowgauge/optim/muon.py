@@ -17,6 +17,7 @@ from narrowgauge.optim.rules import Muon as MuonNumbers
 from narrowgauge.optim.rules import Rule
 from narrowgauge.recipes.fields import MIN_STATE_SIZE
 from narrowgauge.recipes.spec import CastSpec
+from narrowgauge.tensors.shares import parted
 
 # of the quintic Newton-Schulz iteration, for the steepest slope at 0 (Jordan et al. 2024, "Muon")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -102,6 +103,12 @@ class Muon(LowPrecisionOptimizer):
         if rule is not None and rule not in ADJUSTMENTS:
             raise NarrowgaugeError(f"unknown adjust_lr_fn={rule!r}{closest(str(rule), ADJUSTMENTS)}")
         for p in group["params"]:
+            if parted(p):
+                raise NarrowgaugeError(
+                    f"'{self.name_of(p)}': Muon is for whole matrices, found a part of one of shape {list(p.shape)} "
+                    f"({p.placements}): part whole parameters over the processes, "  # type: ignore[attr-defined]
+                    "narrowgauge.distributed.data_parallel(model, layout, partition=True), or give it to AdamW"
+                )
             if p.ndim != 2:
                 raise NarrowgaugeError(
                     f"'{self.name_of(p)}': Muon is for matrices, found shape {list(p.shape)}; give vectors, embeddings "

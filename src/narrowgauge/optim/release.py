@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.ops.reduce import GroupReducer, any_of
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.clip import total_norm
 from narrowgauge.optim.guard import StepGuard, all_finite
 from narrowgauge.optim.replace import current
+from narrowgauge.tensors.local import local_grad
+from narrowgauge.tensors.shares import Share, parted, share_of
 
 PREVIOUS_NORM = "narrowgauge_previous_norm"  # in the optimizer's state dict, where gradients are clipped by it
 _ATTRIBUTE = "_narrowgauge_release"
@@ -39,6 +42,9 @@ def release_gradients(optimizer: Optimizer, max_norm: float | None = None) -> Gr
     as skipped (`optimizer.step_was_skipped`, scaling histories, DivergenceError after many in a row), as for any
     optimizer of `prepare`; but the other parameters have been stepped by then. Each gradient is waited for on its
     device.
+
+    Of a parameter that is parted over processes either all parts are stepped or none: that takes one small collective
+    for each such parameter, inside backward.
 
     No gradient can be added to: a second backward before `optimizer.step()` raises NarrowgaugeError. So do a loss
     scaler, which would have to look at all gradients before the step, and torch's own optimizers, which cannot step
@@ -72,7 +78,7 @@ class GradientRelease:
         self._max_norm = max_norm
         self.previous_norm: Tensor | None = None
         self._arrived: set[Tensor] = set()
-        self._norms: list[Tensor] = []
+        self._norms: dict[Tensor, Tensor] = {}  # of what this process holds of each gradient
         self._parameters = {p for p in optimizer.parameters() if p.requires_grad}
         self._own_guard: StepGuard | None = None
         self._guard()
@@ -106,12 +112,14 @@ class GradientRelease:
             return
         self._check(p)
         self._arrived.add(p)
-        if all_finite([p.grad]):
-            if self._max_norm is not None:
-                self._clip(p.grad)
-            self._optimizer.step_parameters([p])
-        else:
+        grad = local_grad(p)
+        assert grad is not None
+        if self._is_bad(p, grad):
             self._guard().found_bad(p)
+        else:
+            if self._max_norm is not None:
+                self._clip(p, grad)
+            self._optimizer.step_parameters([p])
         p.grad = None
 
     def _check(self, p: Tensor) -> None:
@@ -130,8 +138,18 @@ class GradientRelease:
                 "release_gradients"
             )
 
-    def _clip(self, grad: Tensor) -> None:
-        self._norms.append(total_norm([grad], 2.0))
+    def _is_bad(self, p: Tensor, grad: Tensor) -> bool:
+        """True on all processes that hold a part of `p` where one of the parts has a gradient that is not finite."""
+        is_bad = not all_finite([grad])
+        reducer = self._guard().reducer
+        for _, group in parted(p):
+            over = reducer.over(group) if isinstance(reducer, GroupReducer) else GroupReducer(group)
+            is_bad = any_of(is_bad, over, p.device)
+        return is_bad
+
+    def _clip(self, p: Tensor, grad: Tensor) -> None:
+        if grad.numel():
+            self._norms[p] = total_norm([(Share(), grad)], 2.0, grad.device)
         if self.previous_norm is not None:
             assert self._max_norm is not None
             # without a branch: multiplying by one leaves every value as it is
@@ -147,10 +165,15 @@ class GradientRelease:
         return guard
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        norms, self._norms = self._norms, []
+        norms, self._norms = self._norms, {}
         self._arrived.clear()
-        if norms and not optimizer.step_was_skipped:  # type: ignore[attr-defined]
-            self.previous_norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        if self._max_norm is None or optimizer.step_was_skipped:  # type: ignore[attr-defined]
+            return
+        # of all parameters, so that processes which share some send as many numbers
+        shares = [(share_of(p), norms.get(p)) for p in self._optimizer.parameters() if p in self._parameters]
+        if norms or any(share.groups for share, _ in shares):
+            device = next(iter(norms.values())).device if norms else next(iter(self._parameters)).device
+            self.previous_norm = total_norm(shares, 2.0, device)
 
     def _write_norm(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if self.previous_norm is not None:
@@ -162,7 +185,12 @@ class GradientRelease:
 
 
 class _Hook:
-    """`release`, held weakly: no garbage collector sees hooks, so they would keep the optimizer for ever."""
+    """`release`, held weakly: no garbage collector sees hooks, so they would keep the optimizer for ever.
+
+    runs_on_means: where gradients leave their parameters for the mean over ranks, it is called again with that mean.
+    """
+
+    runs_on_means = True
 
     def __init__(self, release: GradientRelease) -> None:
         self._release = weakref.ref(release)

@@ -13,6 +13,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard, parameters_of
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import Recipe
+from narrowgauge.tensors.local import local_grad
 
 INIT_SCALE = 2.0**16  # torch.amp.GradScaler's
 MIN_SCALE = 1.0  # DeepSpeed's min_loss_scale
@@ -98,13 +99,28 @@ class LossScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if all(p.grad is None for p in parameters_of(optimizer)):
+        if not self._guard(optimizer).any_of(any(p.grad is not None for p in parameters_of(optimizer))):
             return optimizer.step()
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         result = self._maybe_opt_step(optimizer, state)
         state["stage"] = OptState.STEPPED
         return result
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """As torch's, of what this process holds of each gradient; what one process finds, all of them know."""
+        home, guard = inv_scale.device, self._guard(optimizer)
+        found = {home: found_inf}
+        with torch.no_grad():
+            grads = [grad for p in parameters_of(optimizer) if (grad := local_grad(p)) is not None]
+            for (device, _), group in _by_kind(grads).items():
+                flag = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+                torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inv_scale.to(device))
+            is_bad = torch.stack([flag.to(home) for flag in found.values()]).amax(dim=0)
+            found_inf.copy_(guard.reducer.max_(is_bad))
+        return {home: found_inf}
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -151,3 +167,12 @@ class LossScaler(torch.amp.GradScaler):
         if attached is not None:
             return attached
         return self._guards.setdefault(id(optimizer), StepGuard(optimizer))
+
+
+def _by_kind(grads: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """What unscaling multiplies of each gradient, by device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        kinds.setdefault((values.device, values.dtype), []).append(values)
+    return kinds
