@@ -14,7 +14,7 @@ from narrowgauge.layers import fused, sharing
 from narrowgauge.layers.embedding import Embedding
 from narrowgauge.layers.kinds import LINEARS, NORMS, Kind, kind_of
 from narrowgauge.layers.linear import Linear
-from narrowgauge.layers.recipe_layer import OWN_ATTRIBUTES, RecipeLayer
+from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.numerics.formats import FP32
 from narrowgauge.recipes import library
@@ -23,6 +23,8 @@ from narrowgauge.recipes.spec import Recipe
 
 # what also runs with parameters in 16 bits, where torch's own loses or refuses them
 _IN_16_BITS: dict[type[nn.Module], type[nn.Module]] = {**NORMS, nn.Embedding: Embedding}
+
+_WHOLE = "_narrowgauge_candidates"
 
 
 def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
@@ -49,7 +51,7 @@ def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
 
 def doubts(model: nn.Module, recipe: Recipe) -> list[str]:
     """What is probably not meant: globs that match nothing, quantizing or smoothing that concerns no layer."""
-    candidates = _candidates(_linears(model))
+    candidates = _candidates(model, _linears(model))
     found = [
         f"recipe '{recipe.name}': '{glob}' matches no linear layer; check its spelling"
         for glob in unmatched_globs(candidates, recipe)
@@ -73,8 +75,9 @@ def doubts(model: nn.Module, recipe: Recipe) -> list[str]:
 def take_up(model: nn.Module, recipe: Recipe) -> None:
     """Convert by a resolved recipe, in silence."""
     linears = _linears(model)
-    for selection in select(_candidates(linears), recipe):
-        _convert_linear(linears[selection.name], recipe, selection)
+    for selection in select(_candidates(model, linears), recipe):
+        if selection.name in linears:
+            _convert_linear(linears[selection.name], recipe, selection)
     for module in model.modules():
         if type(module) in _IN_16_BITS:
             module.__class__ = _IN_16_BITS[type(module)]
@@ -86,7 +89,18 @@ def _linears(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if kind_of(module) is Kind.LINEAR}
 
 
-def _candidates(linears: dict[str, nn.Module]) -> list[Candidate]:
+def keep_candidates(whole: nn.Module, part: nn.Module) -> None:
+    """Let the layers of `part` be chosen as those of `whole`, whose modules it has under the same names.
+
+    What `first_last` counts are then the layers of the whole model.
+    """
+    setattr(part, _WHOLE, tuple(_candidates(whole, _linears(whole))))
+
+
+def _candidates(model: nn.Module, linears: dict[str, nn.Module]) -> Sequence[Candidate]:
+    whole: tuple[Candidate, ...] | None = model.__dict__.get(_WHOLE)
+    if whole is not None:
+        return whole
     return [Candidate(name, m.in_features, m.out_features) for name, m in linears.items()]  # type: ignore[arg-type]
 
 
@@ -115,17 +129,17 @@ def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> 
 
 
 def _restore(module: nn.Module) -> None:
-    if isinstance(module, RecipeLayer):
-        module.attach_delayed({})
-        for name in OWN_ATTRIBUTES:
-            module.__dict__.pop(name, None)
+    if isinstance(module, Linear) and module.parted is not None:  # torch's own knows nothing of parts
+        module.forget_recipe()
+    elif isinstance(module, RecipeLayer):
+        module.forget_recipe()
         module.__class__ = next(plain for plain, ours in LINEARS.items() if ours is type(module))  # type: ignore[assignment]
 
 
 def _share_inputs(parent: nn.Module) -> None:
-    """Let the quantized children of `parent` share casts of what they read; in a sequence no two read the same."""
-    quantized = [child for child in parent.children() if isinstance(child, Linear) and child.quantized]
-    if len(quantized) > 1 and not isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+    """Let children of `parent` share the casts, or the rows, of what they read; in a sequence no two read the same."""
+    sharers = [child for child in parent.children() if isinstance(child, Linear) and child.shares_input]
+    if len(sharers) > 1 and not isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         sharing.install(parent)
     else:
         sharing.remove(parent)

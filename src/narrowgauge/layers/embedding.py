@@ -13,16 +13,29 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from narrowgauge.layers.parted import Parted
 from narrowgauge.tensors.cast import HALF
 
 
 class Embedding(nn.Embedding):
     """Rows of the table by index, as nn.Embedding; the gradient of a table in 16 bits is float32 where it is kept so.
 
-    Other tables, sparse gradients and frozen tables are looked up by torch.
+    Other tables, sparse gradients and frozen tables are looked up by torch. parted: looks up where the rows are parted
+    over processes; None: this process has all.
     """
 
+    parted: Parted | None = None
+
+    def reset_parameters(self) -> None:
+        """Draw the table anew."""
+        if self.parted is None:
+            super().reset_parameters()
+        else:
+            self.parted.reset(self)
+
     def forward(self, input: Tensor) -> Tensor:
+        if self.parted is not None:
+            return self.parted.run(self, input)
         weight = self.weight
         if type(weight) is not nn.Parameter or weight.dtype not in HALF or self.sparse or not weight.requires_grad:
             return super().forward(input)

@@ -7,8 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.layers import sharing
+from narrowgauge.layers.parted import Parted
 from narrowgauge.layers.recipe_layer import RecipeLayer, check_operands, output_dtype
 from narrowgauge.ops.linear import linear
+from narrowgauge.ops.parted import WHOLE, Parting
+from narrowgauge.tensors.local import local
 
 
 class Linear(RecipeLayer, nn.Linear):
@@ -17,11 +20,26 @@ class Linear(RecipeLayer, nn.Linear):
     Made from an nn.Linear by `convert`, which swaps the class in place: parameters, hooks and ties stay the very same
     objects. x: [..., in_features] of a floating dtype. Returns [..., out_features] in autocast's dtype inside
     an autocast region, else in x's dtype. A layer that `convert` has not configured is an nn.Linear.
+
+    parted: runs the layer where its features are parted over processes; None: this process has all.
     """
 
+    parted: Parted | None = None
+
+    @property
+    def shares_input(self) -> bool:
+        """True where siblings that read the same tensor can use what this layer makes of it."""
+        return self.quantized or self.parted is not None
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.parted is not None:
+            return self.parted.run(self, x)
         if self.recipe is None:
             return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None, parting: Parting = WHOLE) -> Tensor:
+        """The forward by the recipe, with this bias; parting: what of the operands this process has."""
         _check(self, x)
         # an empty batch says nothing about any magnitude
         record = self.training and torch.is_grad_enabled() and x.numel() > 0
@@ -29,7 +47,7 @@ class Linear(RecipeLayer, nn.Linear):
         return linear(
             x,
             self.weight,
-            self.bias,
+            bias,
             self.casts,
             delayed=self.delayed_slots(),
             record=record,
@@ -37,11 +55,20 @@ class Linear(RecipeLayer, nn.Linear):
             out_dtype=output_dtype(x),
             counter=self.counter,
             shared=sharing.current() if self.quantized else None,
+            parting=parting,
         )
+
+    def reset_parameters(self) -> None:
+        """Initialise weight and bias anew, and forget the scaling history of the old ones."""
+        if self.parted is None:
+            super().reset_parameters()
+        else:
+            self.parted.reset(self)
+            self.reset_delayed()
 
 
 def _check(layer: Linear, x: Tensor) -> None:
-    weight = layer.weight
+    weight = layer.weight if layer.parted is None else local(layer.weight)
     where = f"Linear(in_features={layer.in_features}, out_features={layer.out_features})"
     fits = weight.ndim == 2 and x.ndim > 0 and weight.shape[1] == x.shape[-1]
     fits = fits and (weight.shape[0] == 0) == (layer.out_features == 0)

@@ -51,6 +51,12 @@ class RecipeLayer(DelayedState):
         self.attach_delayed(delayed.rules_of(casts))
         return True
 
+    def forget_recipe(self) -> None:
+        """Be as plain as before `configure`."""
+        self.attach_delayed({})
+        for name in OWN_ATTRIBUTES:
+            self.__dict__.pop(name, None)
+
     @property
     def casts(self) -> LinearCasts:
         """What the layer runs in now."""

@@ -44,7 +44,7 @@ class Attention(nn.Module):
     """y = out(softmax(q k^T / sqrt(head_width), causal) v), with q, k, v from one fused projection `qkv`.
 
     Rows of `qkv.weight`: all query heads, then key heads, then value heads. Query head h reads key head
-    h // (heads / kv_heads), as Llama's does.
+    h // (heads / kv_heads), as Llama's does. heads, kv_heads: those of this process, where they are parted over many.
     """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
@@ -57,8 +57,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KVCache | None = None) -> Tensor:
         """x [B, T, width] -> [B, T, width]. rope: cos and sin of these T positions, or None (learned positions)."""
-        batch, tokens, width = x.shape
-        heads = self.qkv(x).view(batch, tokens, self.heads + 2 * self.kv_heads, self.head_width).transpose(1, 2)
+        projected = self.qkv(x)
+        batch, tokens, _ = projected.shape  # of whole sequences, also where x is a part of them
+        heads = projected.view(batch, tokens, self.heads + 2 * self.kv_heads, self.head_width).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
@@ -74,7 +75,7 @@ class Attention(nn.Module):
             is_causal=past == 0 and tokens > 1,
             enable_gqa=self.kv_heads != self.heads,
         )
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 def _mask(past: int, tokens: int, device: torch.device) -> Tensor | None:

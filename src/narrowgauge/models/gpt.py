@@ -117,7 +117,7 @@ class GPT(nn.Module):
         if self._is_drawn(name, module):
             is_residual = name.endswith(("attention.out", ".down")) and self.config.scaled_residual_init
             scaled = std / math.sqrt(2 * self.config.layers) if is_residual else std
-            _normal_(module.weight, scaled, generator)  # type: ignore[arg-type]
+            _normal_(module, scaled, generator)
         elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             module.weight.fill_(1.0)
         if getattr(module, "bias", None) is not None:
@@ -198,10 +198,15 @@ class GPT(nn.Module):
     generate = generate
 
 
-def _normal_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
-    device = parameter.device if generator is None else generator.device
-    values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-    parameter.copy_(values.normal_(0.0, std, generator=generator))
+def _normal_(module: nn.Module, std: float, generator: torch.Generator | None) -> None:
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    device = weight.device if generator is None else generator.device
+    values = torch.empty(weight.shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
+    parted = getattr(module, "parted", None)
+    if parted is None:
+        weight.copy_(values)
+    else:
+        parted.load(module, "weight", values)
 
 
 def _reset_extra_state(module: nn.Module) -> None:
