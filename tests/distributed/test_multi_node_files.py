@@ -1,0 +1,123 @@
+"""The scripts for several machines ask for what they start: nodes, processes, ports and layouts fit together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from narrowgauge.cli.config import parse_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / "examples" / "multi_node"
+ECHO = '#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n'
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    """A folder with programs in place of torchrun and Slurm's: torchrun prints its arguments, a line each."""
+    programs = {
+        "torchrun": ECHO,
+        "scontrol": "#!/usr/bin/env bash\necho node7; echo node8\n",
+        "srun": '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def run(script: str, stubs: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(FILES / script), *words], capture_output=True, text=True, cwd=ROOT,
+        env={"PATH": path, **environment},
+    )  # fmt: skip
+
+
+def check(words: list[str], nodes: int, per_node: int, endpoint: str):
+    """Read torchrun's arguments by its own parser, and the program's by ours; both ask for as many processes."""
+    asked = get_args_parser().parse_args(words)
+    assert asked.module and asked.training_script == "narrowgauge"
+    assert (asked.nnodes, asked.nproc_per_node) == (str(nodes), str(per_node))
+    assert (asked.rdzv_backend, asked.rdzv_endpoint) == ("c10d", endpoint)
+    command, *rest = asked.training_script_args
+    assert command == "train"
+    config = parse_arguments(rest).config
+    assert config.parallel.ranks == nodes * per_node
+    return asked, config
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
+def test_scripts_are_bash(script):
+    done = subprocess.run(["bash", "-n", str(FILES / script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.access(FILES / script, os.X_OK) == (script == "torchrun.sh")
+
+
+def test_torchrun_is_started_with_what_the_machine_is_told(stubs):
+    words = ("train", "--parallel.data", "2", "--parallel.shard", "2", "--recipe_fields", "{tf32: true}")
+    done = run("torchrun.sh", stubs, *words, HEAD="node0", NODES="2", PER_NODE="2")
+    assert done.stderr == ""
+    asked, config = check(done.stdout.splitlines(), 2, 2, "node0:29400")
+    assert asked.max_restarts == 3 and asked.local_addr is None and asked.rdzv_conf == ""
+    assert config.recipe_fields == {"tf32": True}  # one word, blanks and all
+
+
+@pytest.mark.parametrize("own, hosts", [("10.0.0.1", "true"), ("10.0.0.2", "false")])
+def test_a_machine_with_an_address_of_its_own_says_whether_all_meet_there(stubs, own, hosts):
+    done = run("torchrun.sh", stubs, "train", "--parallel.data", "2", HEAD="10.0.0.1", NODES="2", ADDRESS=own)
+    asked, _ = check(done.stdout.splitlines(), 2, 1, "10.0.0.1:29400")
+    assert asked.local_addr == own and asked.rdzv_conf == f"is_host={hosts}"
+
+
+@pytest.mark.parametrize("given", [{"HEAD": "node0"}, {"NODES": "2"}])
+def test_a_value_that_is_missing_is_named(stubs, given):
+    done = run("torchrun.sh", stubs, "train", **given)
+    assert done.returncode != 0 and done.stdout == ""
+    assert {"HEAD", "NODES"} - set(given) == {name for name in ("HEAD", "NODES") if f" {name}:" in done.stderr}
+
+
+def test_slurm_starts_one_torchrun_a_node_and_one_process_a_gpu(stubs):
+    lines = (FILES / "slurm.sbatch").read_text().splitlines()
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
+    nodes, gpus, cpus = (int(options[name]) for name in ("nodes", "gpus-per-node", "cpus-per-task"))
+    assert options["ntasks-per-node"] == "1" and "requeue" in options
+    slurm = {
+        "SLURM_JOB_ID": "31337", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_GPUS_ON_NODE": str(gpus), "SLURM_CPUS_PER_TASK": str(cpus),
+    }  # fmt: skip
+    done = run("slurm.sbatch", stubs, **slurm)
+    assert done.stderr == ""
+    _, config = check(done.stdout.splitlines(), nodes, gpus, f"node7:{20000 + 31337 % 20000}")
+    assert config.parallel.shard == gpus  # within a node: the fast links
+    assert config.name == "slurm-31337"
+
+
+def test_kubernetes_gives_every_pod_a_name_and_its_part():
+    service, job = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text())
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    headless, spec = service["spec"], job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"]
+    assert headless["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert spec["completionMode"] == "Indexed"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert container["command"] == ["torchrun"]
+    nodes, gpus = spec["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
+    assert spec["parallelism"] == nodes  # all pods at once
+    port = headless["ports"][0]["port"]
+    # what an indexed job calls its first pod, in the service's domain
+    endpoint = f"{job['metadata']['name']}-0.{pod['subdomain']}:{port}"
+    _, config = check(container["args"], nodes, gpus, endpoint)
+    assert [p["containerPort"] for p in container["ports"]] == [port]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert Path(config.runs_dir).is_relative_to(mounts["shared"]) and mounts["memory"] == "/dev/shm"
+    assert all(isinstance(word, str) for word in container["args"])
+    assert all(isinstance(variable["value"], str) for variable in container["env"])
