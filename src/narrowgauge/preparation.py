@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowgauge.distributed import codec
+from narrowgauge.distributed import codec, pipeline
 from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.layers import delayed, fp8_loading, gradients, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
@@ -88,6 +88,7 @@ def prepare(
             "it, or prepare by one of its recipes, recipe.at(steps)"
         )
     check_supported(recipe)
+    pipeline.adopt(model, recipe)
     stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]
     gradients.install(model, recipe)
     convert(model, first)

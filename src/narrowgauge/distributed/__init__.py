@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from narrowgauge.distributed.layout import Layout, layout, layout_of
+from narrowgauge.distributed.pipeline import Pipeline, pipeline_of, split_pipeline
 
-__all__ = ["Layout", "layout", "layout_of"]
+__all__ = ["Layout", "Pipeline", "layout", "layout_of", "pipeline_of", "split_pipeline"]
