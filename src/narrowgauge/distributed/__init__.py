@@ -4,5 +4,8 @@ from __future__ import annotations
 
 from narrowgauge.distributed.layout import Layout, layout, layout_of
 from narrowgauge.distributed.pipeline import Pipeline, pipeline_of, split_pipeline
+from narrowgauge.distributed.replicas import data_parallel, share_of_batch
 
-__all__ = ["Layout", "Pipeline", "layout", "layout_of", "pipeline_of", "split_pipeline"]
+__all__ = [
+    "Layout", "Pipeline", "data_parallel", "layout", "layout_of", "pipeline_of", "share_of_batch", "split_pipeline",
+]  # fmt: skip

@@ -19,7 +19,7 @@ from narrowgauge.recipes.spec import CastSpec
 
 Group = dist.ProcessGroup | None  # None: all processes
 # its name from torch 2.13 on; the older one is deprecated there
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+start_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending:
@@ -57,7 +57,7 @@ def all_gather(values: Tensor, spec: CastSpec, group: Group, role: str, *, key: 
     ranks = dist.get_world_size(group)
     sent = codec.encode(values.reshape(1, -1), spec, key)
     received = sent.new_empty(ranks * sent.numel())
-    work = _gather(received, sent.flatten(), group=group, async_op=True)
+    work = start_gather(received, sent.flatten(), group=group, async_op=True)
     wire.record(role, "all_gather", codec.dtype_of(spec), sent.numel() * (ranks - 1))
     numel = values.numel()
     return Pending(work, lambda: codec.decode(received.view(ranks, -1), numel, spec))

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from torch.utils.hooks import unserializable_hook
 from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.recipes.fields import GradAccumulation
 from narrowgauge.recipes.spec import CastSpec, Recipe
-from narrowgauge.tensors.cast import FLOATING
+from narrowgauge.tensors.cast import FLOATING, HALF, cast_storage
+from narrowgauge.tensors.local import as_part_of, local
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 from narrowgauge.tensors.values import values_of
 
@@ -41,6 +42,32 @@ class WideWarning:
             )
 
 
+class Sink(Protocol):
+    """Where gradients go before they are kept: to the mean over data-parallel processes, which comes back later.
+
+    sets_aside: whether a gradient that is there already is such a mean, and waits for the next one to be added to it.
+    in_parameter_dtype: whether gradients come in the dtypes of their parameters, except in `accumulate`.
+    """
+
+    sets_aside: bool
+    in_parameter_dtype: bool
+
+    def begin(self) -> None:
+        """An `accumulate` context begins: gradients stay with their parameters until its end."""
+        ...
+
+    def take(self, p: nn.Parameter) -> None:
+        """Take what was accumulated into `p.grad`; the mean comes back through `KeptGradient.take_mean`."""
+        ...
+
+    def finish(self, completes: bool = True) -> None:
+        """The context has ended, and every gradient that there is was taken: see that all means come back.
+
+        completes: False where an error has ended it, and none was taken.
+        """
+        ...
+
+
 class Home:
     """Where the hooks of a parameter find it, by a weak reference: one to the parameter itself would keep torch from
     swapping its contents, as `model.to` does with QuantizedTensors."""
@@ -54,17 +81,25 @@ class KeptGradient:
 
     They hold neither it nor the model: no garbage collector sees hooks, so that would keep them for ever.
 
-    depth: of the `accumulate` contexts that it is in. adds: whether the accumulation under way adds to a gradient.
+    spec: how the gradient is kept. sink: where it goes before, if anywhere. depth: of the `accumulate` contexts that it
+    is in. adds: whether the accumulation under way adds to a gradient. earlier: a mean over processes that waits for
+    the next one. sums: whether the mean that comes is that of an `accumulate` context.
     """
 
-    def __init__(self, home: Home, recipe: Recipe, warning: WideWarning) -> None:
+    def __init__(
+        self, home: Home, recipe: Recipe, warning: WideWarning, spec: CastSpec, sink: Sink | None = None
+    ) -> None:
         self.home = weakref.ref(home)
         self.warning = warning
-        self.spec = recipe.grad
-        self.is_cast = is_cast(recipe)
+        self.spec = spec
+        self.sink = sink
+        self.is_cast = spec.is_scaled or spec.format.is_narrow
         self.is_stochastic = recipe.grad_accumulation is GradAccumulation.STOCHASTIC
         self.depth = 0
         self.adds = False
+        self.earlier: Tensor | None = None
+        self._dtype = torch.float32  # of gradients outside of contexts
+        self.sums = False
 
     @staticmethod
     def of(p: Tensor) -> KeptGradient | None:
@@ -77,7 +112,7 @@ class KeptGradient:
 
     def hook(self, p: nn.Parameter) -> None:
         """Stand around the accumulation of `p`, before the hooks of others that come after it."""
-        if self.is_cast:
+        if self.is_cast or self.sink is not None:
             p.register_hook(self.before)
         handle = p.register_post_accumulate_grad_hook(self.after)
         hooks = getattr(p, _HOOKS[1])
@@ -92,19 +127,44 @@ class KeptGradient:
         home = self.home()
         p = None if home is None else home.parameter
         self.adds = False
-        if p is None or p.grad is None or not _will_accumulate(p):
+        if p is not None and p.grad is not None and _will_accumulate(p):
+            if self.sink is not None and self.sink.sets_aside and not self.depth:
+                self.set_aside(p)
+            elif self.is_cast:
+                self.make_room(p)
+
+    def make_room(self, p: nn.Parameter) -> None:
+        """Widen the gradient that `p` has, as another is about to be added to it, by autograd or by torch's FSDP2."""
+        self.adds = False
+        if p.grad is None:
             return
-        if not self.depth and _is_zero(p.grad):  # optimizer.zero_grad(set_to_none=False)
+        kept = local(p.grad)
+        if not self.depth and _is_zero(kept):  # optimizer.zero_grad(set_to_none=False)
             p.grad = None
             return
         self.adds = True
-        if isinstance(p.grad, QuantizedTensor):
-            p.grad = values_of(p.grad)
+        if isinstance(kept, QuantizedTensor):
+            p.grad = as_part_of(p, values_of(kept))
+
+    def set_aside(self, p: nn.Parameter) -> None:
+        """Keep the mean that `p` has apart from what this process is about to accumulate."""
+        if p.grad is not None:
+            is_zero = type(p.grad) in (Tensor, QuantizedTensor) and _is_zero(p.grad)
+            self.earlier, p.grad = (None if is_zero else p.grad), None
 
     @unserializable_hook
     def after(self, p: nn.Parameter) -> None:
-        """Cast what was accumulated."""
-        if self.depth or not self.is_cast or not _can_be_cast(p.grad):
+        """Cast what was accumulated, or pass it on."""
+        if self.depth:
+            return
+        if self.sink is not None:
+            self.sink.take(p)
+        else:
+            self.keep(p)
+
+    def keep(self, p: nn.Parameter) -> None:
+        """Cast `p.grad`, a sum of one backward or of several."""
+        if not self.is_cast or not _can_be_cast(p.grad):
             return
         if not self.adds:
             self.cast(p, self.spec)
@@ -116,24 +176,71 @@ class KeptGradient:
     def cast(self, p: nn.Parameter, spec: CastSpec) -> None:
         """Cast `p.grad` by `spec`; random bits come from torch's default CPU generator."""
         assert p.grad is not None
-        kept = quantize(p.grad, spec, torch.default_generator if spec.is_stochastic else None)
-        p.grad = kept if spec is self.spec else _as_spec(kept, self.spec)
+        kept = quantize(local(p.grad), spec, torch.default_generator if spec.is_stochastic else None)
+        p.grad = as_part_of(p, kept if spec is self.spec else _as_spec(kept, self.spec))
+
+    def has_mean(self, p: nn.Parameter) -> bool:
+        """Whether a mean is there to which the next one is added."""
+        return self.earlier is not None or p.grad is not None
+
+    def take_mean(self, p: nn.Parameter, mean: Tensor) -> None:
+        """Keep a mean over processes: cast already where `has_mean` is False, else wide, to be added to that mean.
+
+        Every process draws the same random bits: they follow from the mean.
+        """
+        earlier = p.grad if self.earlier is None else self.earlier
+        self.earlier = p.grad = None
+        if earlier is None:
+            p.grad = as_part_of(p, mean)
+        elif not self.is_cast:
+            p.grad = as_part_of(p, (mean.float() + local(earlier).float()).to(mean.dtype))
+        else:
+            self._add_means(p, mean, local(earlier))
+        self.sums = False
+
+    def _add_means(self, p: nn.Parameter, mean: Tensor, earlier: Tensor) -> None:
+        total = mean + (values_of(earlier) if isinstance(earlier, QuantizedTensor) else earlier)
+        p.grad = as_part_of(p, total)
+        if self.sums:
+            self.cast(p, self.spec)
+        elif self.is_stochastic:
+            key = total.view(torch.int32).sum()
+            rounded = dataclasses.replace(self.spec, rounding=STOCHASTIC)
+            codes, dequant_scale, amax = cast_storage(total, rounded, key=key)
+            p.grad = as_part_of(p, QuantizedTensor(codes, dequant_scale, self.spec, total.dtype, amax))
+        else:
+            self.warning.give()
+
+    def no_mean(self, p: nn.Parameter) -> None:
+        """No process has had a gradient: what there was stays."""
+        if self.earlier is not None:
+            p.grad, self.earlier = self.earlier, None
+        self.sums = False
 
     def begin(self, p: nn.Parameter) -> None:
         """Enter an `accumulate` context."""
         self.depth += 1
-        if not self.is_cast and self.depth == 1:
+        if self.depth > 1:
+            return
+        if self.sink is not None and self.sink.sets_aside:
+            self.set_aside(p)
+        self._dtype = p.grad_dtype or p.dtype
+        if self._dtype in HALF:
             set_grad_dtype(p, torch.float32)
 
-    def end(self, p: nn.Parameter) -> None:
-        """Leave it; the outermost one casts."""
+    def end(self, p: nn.Parameter, completes: bool = True) -> None:
+        """Leave it; the outermost one casts, or passes on. completes: False where an error has ended the context."""
         self.depth -= 1
         if self.depth:
             return
-        if not self.is_cast:
-            set_grad_dtype(p, self.spec.format.dtype)
-        elif _can_be_cast(p.grad):
-            self.cast(p, self.spec)
+        if self.sink is None:
+            if self.is_cast and _can_be_cast(p.grad):
+                self.cast(p, self.spec)
+        elif completes:
+            self.sums = True
+            if p.grad is not None:
+                self.sink.take(p)
+        set_grad_dtype(p, self._dtype)
 
 
 def _as_spec(q: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
@@ -188,7 +295,7 @@ def _is_zero(grad: Tensor) -> bool:
 
 
 def _can_be_cast(grad: Tensor | None) -> bool:
-    """False for what is cast already, sparse, of a distributed or other class, or a part of a graph."""
-    if grad is None or type(grad) is not Tensor or grad.layout is not torch.strided:
+    """False for what is cast already, sparse, of another class, or a part of a graph; DTensors go by their parts."""
+    if grad is None or type(part := local(grad)) is not Tensor or part.layout is not torch.strided:
         return False
     return grad.dtype in FLOATING and not grad.requires_grad

@@ -17,15 +17,24 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import ConversionError
-from narrowgauge.layers.gradient_hooks import Home, KeptGradient, WideWarning, connect, detach, is_cast, set_grad_dtype
-from narrowgauge.numerics.formats import FP32
+from narrowgauge.layers.gradient_hooks import (
+    Home,
+    KeptGradient,
+    Sink,
+    WideWarning,
+    connect,
+    detach,
+    is_cast,
+    set_grad_dtype,
+)
+from narrowgauge.numerics.formats import FP32, of_dtype
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.cast import FLOATING
 
 _ATTRIBUTE = "_narrowgauge_gradients"
 
 
-def install(model: nn.Module, recipe: Recipe) -> None:
+def install(model: nn.Module, recipe: Recipe, sink: Sink | None = None) -> None:
     """Keep the gradients of the trainable parameters of `model` as `recipe.grad` says, in place of an earlier recipe.
 
     A narrow or scaled format: `p.grad` becomes a QuantizedTensor within backward. Not so for parameters with fewer than
@@ -36,12 +45,13 @@ def install(model: nn.Module, recipe: Recipe) -> None:
     A 16-bit format: gradients have that dtype, and `accumulate` sums them in float32. Float32: torch's own gradients.
 
     Tensor hooks (`p.register_hook`) see the wide gradient. Hooks after the accumulation see `p.grad` as it is kept.
-    Call it again where parameter objects were replaced.
+    Call it again where parameter objects were replaced. sink: where the gradients of all trainable parameters go before
+    they are kept so; a copy or a pickle of the model has none.
     """
     remove(model)
-    gradients = Gradients(model, recipe)
+    gradients = Gradients(model, recipe, sink)
     setattr(model, _ATTRIBUTE, gradients)
-    for p in _trainable(model):
+    for p in trainable(model):
         gradients.attach(p)
 
 
@@ -60,7 +70,7 @@ def renew(model: nn.Module) -> None:
         return
     there = {id(p) for p in model.parameters()}
     gradients.homes = [home for home in gradients.homes if id(home.parameter) in there]
-    for p in _trainable(model):
+    for p in trainable(model):
         if KeptGradient.of(p) is None:
             gradients.attach(p)
         else:
@@ -83,35 +93,46 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         raise ConversionError(f"expected the torch.nn.Module whose gradients add up, found {type(model).__name__}")
     kept = [(p, owner) for p in model.parameters() if (owner := KeptGradient.of(p)) is not None]
+    is_outermost = all(owner.depth == 0 for _, owner in kept)
+    sinks = list({id(owner.sink): owner.sink for _, owner in kept if owner.sink is not None and is_outermost}.values())
+    for sink in sinks:
+        sink.begin()
     for p, owner in kept:
         owner.begin(p)
+    completes = False
     try:
         yield
+        completes = True
     finally:
-        for p, owner in kept:
-            owner.end(p)
+        # in about the order in which backward makes gradients, so that they need not wait for one another
+        for p, owner in reversed(kept):
+            owner.end(p, completes)
+        for sink in sinks:
+            sink.finish(completes)
 
 
 class Gradients:
     """What `install` leaves on a model: a copy or a pickle of the model gets hooks of its own through it."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, sink: Sink | None = None) -> None:
         self.model = model
         self.recipe = recipe
+        self.sink = sink
         self.warning = WideWarning(recipe)
         self.homes: list[Home] = []
 
     def attach(self, p: nn.Parameter) -> None:
         """Hook a parameter, where the recipe concerns it."""
         self.widen(p)
-        if self.is_cast and (p.numel() < self.recipe.min_state_size or self._is_left_out(p)):
-            return
-        if self.recipe.grad != CastSpec(FP32):
-            self._hook(p)
+        stays = self.is_cast and (p.numel() < self.recipe.min_state_size or self._is_left_out(p))
+        if not stays and self.recipe.grad != CastSpec(FP32):
+            self._hook(p, self.recipe.grad)
+        elif self.sink is not None:
+            self._hook(p, CastSpec(of_dtype(p.grad_dtype or p.dtype)))
 
-    def _hook(self, p: nn.Parameter) -> None:
+    def _hook(self, p: nn.Parameter, spec: CastSpec) -> None:
         self.homes.append(Home(p))
-        KeptGradient(self.homes[-1], self.recipe, self.warning).hook(p)
+        KeptGradient(self.homes[-1], self.recipe, self.warning, spec, self.sink).hook(p)
 
     @property
     def is_cast(self) -> bool:
@@ -121,7 +142,8 @@ class Gradients:
     def widen(self, p: nn.Parameter) -> None:
         """Let gradients of a parameter in 16 bits be as wide as the recipe's cast of them asks for."""
         if p.dtype in (torch.bfloat16, torch.float16):
-            set_grad_dtype(p, torch.float32 if self.is_cast else self.recipe.grad.format.dtype)
+            kept = torch.float32 if self.is_cast else self.recipe.grad.format.dtype
+            set_grad_dtype(p, p.dtype if self.sink is not None and self.sink.in_parameter_dtype else kept)
 
     def _is_left_out(self, p: nn.Parameter) -> bool:
         tables = (m for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.weight is p)
@@ -129,30 +151,32 @@ class Gradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         # the copies that these give are those which the copy of the model will hold, by the memo
-        hooked = [copy.deepcopy(p, memo) for p in _trainable(self.model)]
+        hooked = [copy.deepcopy(p, memo) for p in trainable(self.model)]
         new = Gradients(copy.deepcopy(self.model, memo), self.recipe)
         new._attach_copies(self._places(), hooked)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        parameters = _trainable(self.model)
+        parameters = trainable(self.model)
         return {"model": self.model, "recipe": self.recipe, "places": self._places(), "parameters": parameters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.model, self.recipe, self.warning = state["model"], state["recipe"], WideWarning(state["recipe"])
-        self.homes = []
+        self.homes, self.sink = [], None
         self._attach_copies(state["places"], state["parameters"])
 
     def _places(self) -> list[int]:
-        """Which of the trainable parameters are hooked."""
-        return [i for i, p in enumerate(_trainable(self.model)) if KeptGradient.of(p) is not None]
+        """Which of the trainable parameters are hooked for the recipe's sake."""
+        found = enumerate(map(KeptGradient.of, trainable(self.model)))
+        return [i for i, owner in found if owner is not None and owner.spec == self.recipe.grad != CastSpec(FP32)]
 
     def _attach_copies(self, places: list[int], parameters: list[nn.Parameter]) -> None:
         for p in parameters:
             self.widen(p)  # torch leaves grad_dtype out of a copy
         for i in places:
-            self._hook(parameters[i])
+            self._hook(parameters[i], self.recipe.grad)
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that get gradients of a floating dtype, in order, each once."""
     return [p for p in model.parameters() if p.requires_grad and p.dtype in FLOATING and not is_lazy(p)]

@@ -1,0 +1,100 @@
+"""Which values of which parameters travel together in the reduction of gradients: a plan, the same on every rank.
+
+A bucket is cut into as many parts as there are ranks, each of whole blocks, and rank r sums part r. Blocks begin at the
+start of each parameter and never hold values of two, so that no bit of a result depends on how parameters are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from narrowgauge.distributed import codec
+from narrowgauge.recipes.spec import CastSpec
+
+BUCKET_VALUES = 1 << 22  # 4 MiB of codes: large against a collective's latency, small against a model's gradients
+ALIGNMENT = 16  # bytes, of the rows within a part: any dtype of scales can be viewed there
+
+
+class Segment(NamedTuple):
+    """Consecutive values of a parameter, in logical order, which travel as one row of the codec.
+
+    place: which piece of its bucket. start: the first value within the parameter. offset: the row's first byte within
+    the part.
+    """
+
+    place: int
+    start: int
+    numel: int
+    offset: int
+
+
+class Piece(NamedTuple):
+    """Values `start` to `stop` of parameter number `parameter`."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """Pieces of parameters that travel by one spec. parts: the segments that each rank sums; part_bytes: of the longest
+    part."""
+
+    spec: CastSpec
+    pieces: tuple[Piece, ...]
+    parts: tuple[tuple[Segment, ...], ...]
+    part_bytes: int
+
+    def segments_of(self, place: int) -> Iterator[tuple[int, Segment]]:
+        """(part, segment) of one piece, in order."""
+        for rank, part in enumerate(self.parts):
+            for segment in part:
+                if segment.place == place:
+                    yield rank, segment
+
+
+def plan(
+    sizes: Sequence[int], specs: Sequence[CastSpec], ranks: int, bucket_values: int = BUCKET_VALUES
+) -> list[Bucket]:
+    """Buckets of about `bucket_values` values for parameters of these sizes, in the order in which they are launched.
+
+    sizes, specs: values of each parameter and how they travel, in the order in which gradients are expected. A larger
+    parameter is spread over several buckets, an empty one is in none. Those of one spec share a bucket; it comes where
+    its last one is expected.
+    """
+    found: list[Bucket] = []
+    begun: dict[CastSpec, list[Piece]] = {}
+    for parameter, (size, spec) in enumerate(zip(sizes, specs, strict=True)):
+        unit = codec.block_of(spec)
+        most = max(bucket_values // unit, 1) * unit
+        start = 0
+        while start < size:
+            pieces = begun.setdefault(spec, [])
+            room = most - sum(-(-(piece.stop - piece.start) // unit) * unit for piece in pieces)
+            stop = min(start + room, size)
+            pieces.append(Piece(parameter, start, stop))
+            start = stop
+            if room - (stop - pieces[-1].start) < unit:
+                found.append(_bucket(spec, begun.pop(spec), ranks))
+    rest = sorted(begun.items(), key=lambda entry: entry[1][-1].parameter)
+    return found + [_bucket(spec, pieces, ranks) for spec, pieces in rest]
+
+
+def _bucket(spec: CastSpec, pieces: Sequence[Piece], ranks: int) -> Bucket:
+    """Deal whole blocks to the ranks in order, as evenly as they go."""
+    unit = codec.block_of(spec)
+    units = sum(-(-(piece.stop - piece.start) // unit) for piece in pieces)
+    share = -(-units // ranks)
+    parts: list[list[Segment]] = [[] for _ in range(ranks)]
+    ends, dealt = [0] * ranks, 0
+    for place, piece in enumerate(pieces):
+        start = piece.start
+        while start < piece.stop:
+            rank = dealt // share
+            numel = min(piece.stop - start, ((rank + 1) * share - dealt) * unit)
+            parts[rank].append(Segment(place, start, numel, ends[rank]))
+            ends[rank] += -(-codec.wire_bytes(numel, spec) // ALIGNMENT) * ALIGNMENT
+            start += numel
+            dealt += -(-numel // unit)
+    return Bucket(spec, tuple(pieces), tuple(map(tuple, parts)), max(ends))
