@@ -145,7 +145,8 @@ class _Linear(torch.autograd.Function):
         if exchange is not None:
             return from_ranked_rows(y, x.shape, exchange.ranks)
         if summed is None:
-            return y.reshape(*x.shape[:-1], y.shape[1])
+            # not marked as a view: FSDP2 and pipelines refuse modules that return one, and in-place operations, too
+            return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
         return _summed(y, held, x.shape, summed, call.out_dtype)
 
     @staticmethod

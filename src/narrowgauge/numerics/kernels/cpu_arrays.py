@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from narrowgauge.numerics.kernels.stale import drop_stale_kernels
@@ -17,14 +18,14 @@ from narrowgauge.numerics.kernels.stale import drop_stale_kernels
 MIN_CHUNK = 32768
 
 _BITS = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e8m0fnu: torch.uint8,
-    torch.uint8: torch.uint8,
-    torch.int8: torch.uint8,
+    torch.float32: np.int32,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+    torch.float8_e4m3fn: np.uint8,
+    torch.float8_e5m2: np.uint8,
+    torch.float8_e8m0fnu: np.uint8,
+    torch.uint8: np.uint8,
+    torch.int8: np.uint8,
 }
 _forked = False
 drop_stale_kernels()  # before the first of them is loaded
@@ -41,7 +42,27 @@ os.register_at_fork(after_in_child=_note_fork)
 
 def array(x: Tensor) -> np.ndarray:
     """The bits of `x` as a flat array that shares its memory where it is contiguous."""
-    return x.detach().contiguous().view(_BITS[x.dtype]).numpy().reshape(-1)
+    return shared(x.detach().contiguous(), _BITS[x.dtype])
+
+
+def shared(x: Tensor, dtype: DTypeLike) -> np.ndarray:
+    """The bytes of a contiguous tensor as a flat array of `dtype`, which keeps them alive.
+
+    Tensor.numpy would for ever forbid to free and fill its memory anew, as FSDP2 does with what it gathers.
+    """
+    return np.asarray(_Memory(x, np.dtype(dtype)))
+
+
+class _Memory:
+    """Lends a tensor's memory by numpy's array interface, version 3."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, x: Tensor, dtype: np.dtype) -> None:
+        self.tensor = x
+        numel = x.nbytes // dtype.itemsize
+        where = (x.data_ptr(), False)  # not read-only
+        self.__array_interface__ = {"version": 3, "data": where, "shape": (numel,), "typestr": dtype.str}
 
 
 def new_array(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, np.ndarray]:

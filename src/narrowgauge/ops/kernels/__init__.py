@@ -5,6 +5,7 @@ Numba is loaded on the first use by a tensor large enough.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +25,11 @@ def transposed(x: Tensor) -> Tensor:
     if x.element_size() != 2 or x.numel() < MIN_NUMBA or x.shape[0] % 4 or x.shape[1] % 4:
         return x.t().contiguous()
     from narrowgauge.numerics.kernels import cpu
+    from narrowgauge.numerics.kernels.cpu_arrays import shared
     from narrowgauge.ops.kernels import numba_layout
 
     out = x.new_empty(x.shape[1], x.shape[0])
-    source, target = (t.detach().contiguous().view(torch.uint64).numpy() for t in (x, out))
+    source, target = (shared(t.detach().contiguous(), np.uint64).reshape(len(t), -1) for t in (x, out))
     chunks = cpu.chunks_for(x)
     if chunks == 1:
         numba_layout.transpose_serial(source, 0, source.shape[1], target)
