@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from narrowgauge.layers.parted import Parted
 from narrowgauge.tensors.cast import HALF
+from narrowgauge.tensors.local import as_part_of, is_distributed, local
 
 
 class Embedding(nn.Embedding):
@@ -36,25 +37,41 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if self.parted is not None:
             return self.parted.run(self, input)
+        return self.lookup(input)
+
+    def lookup(self, input: Tensor) -> Tensor:
+        """Rows of a whole table."""
         weight = self.weight
         if type(weight) is not nn.Parameter or weight.dtype not in HALF or self.sparse or not weight.requires_grad:
-            return super().forward(input)
+            return nn.Embedding.forward(self, input)
         if self.max_norm is not None:  # renormalised in place, as torch does
             F.embedding(input, weight.detach(), self.padding_idx, self.max_norm, self.norm_type)
         padding_idx = -1 if self.padding_idx is None else self.padding_idx
         return _Lookup.apply(weight, input, padding_idx, self.scale_grad_by_freq)  # type: ignore[no-any-return]
 
 
+def lookup_part(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
+    """Rows of the part of a table that this process has, by index into that part, int64 [...]: [..., width].
+
+    weight: a DTensor, whose gradient is laid out as it is, and float32 where the table is in 16 bits and keeps it so.
+    """
+    return _Lookup.apply(weight, indices, padding_idx, False)  # type: ignore[no-any-return]
+
+
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.arguments = (weight.shape[0], padding_idx, scale_grad_by_freq)
-        return F.embedding(indices, weight)
+        held = local(weight)
+        ctx.arguments = (held.shape[0], padding_idx, scale_grad_by_freq)
+        ctx.weight = weight if is_distributed(weight) else None
+        return F.embedding(indices, held.detach())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         (indices,) = ctx.saved_tensors
         grad = torch.ops.aten.embedding_dense_backward(grad_output.float(), indices, *ctx.arguments)
+        if ctx.weight is not None:
+            grad = as_part_of(ctx.weight, grad)
         return grad, None, None, None  # autograd casts it to the parameter's grad_dtype

@@ -38,9 +38,12 @@ class PartedOperand(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Moves rows between the processes of a group; `ranks` of them."""
+    """Moves rows between the processes of a group."""
 
-    ranks: int
+    @property
+    def ranks(self) -> int:
+        """Processes of the group."""
+        ...
 
     def gather_bytes(self, sent: Tensor) -> Tensor:
         """Bytes as they are: uint8 [n], the same n on every process, give [ranks, n]."""
