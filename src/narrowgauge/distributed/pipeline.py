@@ -98,7 +98,7 @@ def _parts(model: nn.Module, loss: Loss | None) -> tuple[list[str], list[float]]
         )
     if loss is None:
         raise ConversionError("expected loss=, a function of the last part's output and the targets, found none")
-    parts = dict(model.named_children())
+    parts = {name: part for name, part in model._modules.items() if part is not None}  # a part may be there twice
     held: dict[int, str] = {}
     for name, part in parts.items():
         for p in part.parameters():
