@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed import ddp, wire
+from narrowgauge.distributed import partition as whole_tensors
 from narrowgauge.distributed.collectives import Group
 from narrowgauge.distributed.gradients import GradientReducer
 from narrowgauge.distributed.layout import GroupReducer, Layout, attach, layout_of
@@ -43,7 +44,9 @@ class Replicas:
         return type(None), ()
 
 
-def data_parallel(model: nn.Module, over: Layout | dist.ProcessGroup | None = None) -> nn.Module:
+def data_parallel(
+    model: nn.Module, over: Layout | dist.ProcessGroup | None = None, *, partition: bool = False
+) -> nn.Module:
     """Make `model` a replica: the ranks' gradients are averaged during backward, in 8 bits where the recipe says so.
 
         model = ng.distributed.data_parallel(GPT(config), ng.distributed.layout(data=2))
@@ -55,6 +58,8 @@ def data_parallel(model: nn.Module, over: Layout | dist.ProcessGroup | None = No
     parameter that no rank used has no gradient. A loss is taken to be the mean over as many samples on every rank, see
     `share_of_batch`; inside `narrowgauge.accumulate` nothing travels before its end. `p.grad` is None until the mean is
     there, at the latest when backward returns. Buffers, such as running statistics, stay each rank's own afterwards.
+    partition: each rank keeps the optimizer's state of its own whole parameters, steps them and sends them to the
+    others as `param_comm` says (FP8-LM's form of ZeRO-1).
 
     Returns the same object: no wrapper, and the same names in its state dict. A model that is sharded by
     `torch.distributed.fsdp.fully_shard` averages by itself. Raises ConversionError for a model that is prepared
@@ -79,6 +84,8 @@ def data_parallel(model: nn.Module, over: Layout | dist.ProcessGroup | None = No
     _spread(model, group)
     model.register_forward_pre_hook(_refuse_unprepared)
     setattr(model, _ATTRIBUTE, Replicas(group))
+    if partition:
+        whole_tensors.request(model, group)
     return model
 
 
