@@ -15,6 +15,7 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.optim.base import MASTER, LowPrecisionOptimizer
 from narrowgauge.optim.storage import decode, spec_of
 from narrowgauge.optim.update import read
+from narrowgauge.tensors.local import as_part_of, local
 from narrowgauge.tensors.packed import PackedTensor
 from narrowgauge.tensors.quantized import QuantizedTensor
 from narrowgauge.train.weights import names_of_parameters
@@ -48,7 +49,7 @@ def for_model(model: nn.Module, saved: State, masters: Mapping[str, Tensor]) -> 
     state = dict(saved)
     for names in names_of_parameters(model):
         held = next((name for name in names if name in masters), None)
-        if held is not None and kind(saved[held]) != kind(own[held]):
+        if held is not None and kind(saved[held]) != kind(local(own[held])):
             state |= dict.fromkeys((name for name in names if name in saved), read(saved[held], masters[held]))
     return state
 
@@ -64,7 +65,7 @@ def complete_masters(
         if name not in saved or optimizer.formats_of(p).master is None:
             continue
         own, master = optimizer.state.get(p, {}).get(MASTER), masters.get(name)
-        if kind(saved[name]) != kind(p.data) or _kind_of_master(own) != _kind_of_master(master):
+        if kind(saved[name]) != kind(local(p)) or _kind_of_master(own) != _kind_of_master(master):
             optimizer.set_values(p, read(saved[name], master))
 
 
@@ -80,7 +81,9 @@ def for_torch(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state:
         found = {key: value for key, value in state["state"].get(index, {}).items() if key != MASTER}
         if found:
             _check_names(optimizer, names.get(p, ""), found)
-            entries[index] = {key: _plain(key, value, p, names.get(p, "")) for key, value in found.items()}
+            plain = {key: _plain(key, value, local(p), names.get(p, "")) for key, value in found.items()}
+            # torch keeps the moments of a parted parameter parted
+            entries[index] = {k: as_part_of(p, v) if _is_moment(v, local(p)) else v for k, v in plain.items()}
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = [{**{k: v for k, v in own.items() if k != "params"}, **saved} for own, saved in pairs]
     return {**state, "state": entries, "param_groups": groups}
@@ -101,6 +104,10 @@ def _indices(optimizer: State) -> Iterator[tuple[str, int]]:
         yield from zip(names, group["params"], strict=True)
 
 
+def _is_moment(value: Any, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and (value.ndim > 0 or p.ndim == 0)
+
+
 def _check_names(optimizer: torch.optim.Optimizer, name: str, found: State) -> None:
     known = next((names for kind, names in _OF_TORCH if isinstance(optimizer, kind)), None)
     unknown = [] if known is None else sorted(found.keys() - known)
@@ -116,7 +123,7 @@ def _plain(key: str, value: Any, p: Tensor, name: str) -> Any:
         return value if isinstance(value, Tensor) else torch.tensor(float(value))
     if not isinstance(value, Tensor):
         return value
-    is_moment = value.ndim > 0 or p.ndim == 0
+    is_moment = _is_moment(value, p)
     if is_moment and value.numel() != p.numel():
         raise CheckpointError(
             f"'{name}': expected a state '{key}' of shape {list(p.shape)}, as the parameter has, found "

@@ -11,9 +11,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -31,21 +32,55 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
     Raises OSError, after removing the temporary folder; what was at `path` before is then untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = make_temporary(path)
     try:
-        temporary.mkdir()
         with os_errors():
             yield temporary
-        _write_manifest(temporary)
-        _publish(temporary, path)
+        publish(temporary, path, {file.name: seal(file) for file in sorted(temporary.iterdir())})
     finally:  # after a rename there is nothing left to remove
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def verify(path: Path) -> None:
-    """Raise CheckpointError where a file of the folder is missing, truncated or changed since it was written."""
+def make_temporary(path: Path) -> Path:
+    """An empty folder beside `path`, under a name that says that it is not finished. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    return temporary
+
+
+def seal(file: Path) -> dict[str, Any]:
+    """Bring a file that is written to the disk, and say what the manifest is to say of it: its size and SHA-256."""
+    _fsync(file)
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def publish(temporary: Path, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the manifest to a folder whose files are sealed, and let it become `path`, replacing what was there."""
+    manifest = temporary / MANIFEST
+    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": dict(files)}, indent=1))
+    _fsync(manifest)
+    _fsync(temporary)
+    replaced = path.with_name(f"{REPLACED}{path.name}")
+    if path.exists():  # a folder cannot be renamed onto one that is not empty
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    try:
+        temporary.rename(path)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
+    _fsync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def verify(path: Path, share: int = 0, of: int = 1) -> None:
+    """Raise CheckpointError where a file of the folder is missing, truncated or changed since it was written.
+
+    share, of: of several that look, each reads one part of the files: those whose number modulo `of` is `share`.
+    """
     if not path.is_dir():
         raise CheckpointError(f"{path}: expected a checkpoint folder, found none{_replaced_hint(path)}")
     manifest = _read_manifest(path)
@@ -59,7 +94,7 @@ def verify(path: Path) -> None:
         found = file.stat().st_size
         if found != entry["bytes"]:
             raise CheckpointError(f"{path}: {name} is truncated: expected {entry['bytes']} bytes, found {found}")
-    for name, entry in manifest["files"].items():
+    for name, entry in list(manifest["files"].items())[share::of]:
         if _sha256(path / name) != entry["sha256"]:
             raise CheckpointError(f"{path}: {name} is corrupt: its SHA-256 differs from the manifest's")
 
@@ -95,29 +130,6 @@ def write_file(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    for file in temporary.iterdir():
-        _fsync(file)
-    _fsync(temporary)
-    replaced = path.with_name(f"{REPLACED}{path.name}")
-    if path.exists():  # a folder cannot be renamed onto one that is not empty
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
-    try:
-        temporary.rename(path)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(path)
-        raise
-    _fsync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
 
 
 def _read_manifest(path: Path) -> dict:

@@ -22,11 +22,16 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.b
 
 
 class Flattener:
-    """Collects tensors under unique keys while it turns nested state into JSON."""
+    """Collects tensors under unique keys while it turns nested state into JSON.
 
-    def __init__(self) -> None:
+    copies: True collects copies, which stay as they are when training goes on.
+    """
+
+    def __init__(self, *, copies: bool = False) -> None:
+        self.copies = copies
         self.tensors: dict[str, torch.Tensor] = {}
         self._keys: dict[tuple, str] = {}
+        self._seen: list[torch.Tensor] = []  # kept alive: another tensor at its address would be taken for a tie
 
     def flatten(self, value: Any, path: str) -> Any:
         """`value` as something JSON can hold. Raises CheckpointError, with the path, for what is not plain state."""
@@ -89,8 +94,9 @@ class Flattener:
         if path in self.tensors:
             raise CheckpointError(f"two tensors would be stored as '{path}': rename one")
         self._keys[identity] = path
+        self._seen.append(tensor)
         # a copy where the tensor is a view: safetensors refuses storages that overlap
-        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes and not self.copies
         self.tensors[path] = tensor.cpu() if whole else tensor.cpu().clone(memory_format=torch.contiguous_format)
         return path
 

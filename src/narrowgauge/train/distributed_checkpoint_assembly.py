@@ -1,0 +1,174 @@
+"""Parts of saved tensors put together anew, for a process that holds other parts than those that were saved.
+
+The piece that a process had before is taken bit for bit. Plain tensors are so in every layout. Codes are, where what is
+wanted begins and ends with whole tiles of every piece it meets, and their scales mean the same: pieces cut into rows,
+with tiles that are parts of rows; or one scale for all. Everything else is decoded: float32, for the caller to cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import CheckpointError
+from narrowgauge.numerics.scaling import NVFP4
+from narrowgauge.recipes.serialize import spec_from_dict
+from narrowgauge.recipes.spec import CastSpec
+from narrowgauge.tensors.packed import PackedTensor
+from narrowgauge.tensors.quantized import QuantizedTensor
+from narrowgauge.train.distributed_checkpoint_index import PARTS, Entry, Index, Piece, Stored, keys_of
+from narrowgauge.train.distributed_checkpoint_pieces import Box
+from narrowgauge.train.state import restore
+
+Build = Callable[[], Tensor]
+
+
+class Fetch(NamedTuple):
+    """A part of a stored tensor to be read."""
+
+    key: str
+    box: Box
+
+
+@dataclass
+class Request:
+    """What one process reads: ask first, let `targets` be filled, then build.
+
+    index: of the checkpoint. rank: whose variants are meant.
+    """
+
+    index: Index
+    rank: int
+    targets: dict[Fetch, Tensor] = field(default_factory=dict)
+
+    def node(self, node: Any) -> Callable[[], Any]:
+        """A node with all of its tensors, whole."""
+        fetches = {key: self._fetch(key) for key in keys_of(node)}
+        return lambda: restore(node, {key: self.targets[fetch] for key, fetch in fetches.items()})
+
+    def part(self, name: str, entry: Entry, box: Box) -> Build:
+        """The values of an entry in a box: a plain tensor, QuantizedTensor or PackedTensor, of the box's sizes."""
+        for piece in entry.pieces:
+            if piece.box == box:
+                return self.node(piece.node)
+        if not box.numel:
+            return lambda: torch.empty(box.sizes)
+        met = [(piece, common) for piece in entry.pieces if (common := piece.box.meet(box)) is not None]
+        if sum(common.numel for _, common in met) != box.numel:
+            raise CheckpointError(
+                f"'{name}': expected the values {box} of {list(entry.shape)}, found no part with them"
+            )
+        cuts = [self._cut(piece, common) for piece, common in met]
+        return lambda: _join(box, [(common, cut()) for (_, common), cut in zip(met, cuts, strict=True)])
+
+    def _stored(self, key: str) -> Stored:
+        stored = self.index.stored.get(self.index.key_for(key, self.rank))
+        if stored is None:
+            raise CheckpointError(f"tensor '{key}' is missing from the checkpoint")
+        return stored
+
+    def _fetch(self, key: str, box: Box | None = None) -> Fetch:
+        key = self.index.key_for(key, self.rank)
+        stored = self._stored(key)
+        fetch = Fetch(key, box or Box.whole(stored.shape))
+        if fetch not in self.targets:
+            self.targets[fetch] = torch.empty(fetch.box.sizes, dtype=stored.dtype)
+        return fetch
+
+    def _cut(self, piece: Piece, common: Box) -> Callable[[], _Cut]:
+        """The values of a piece in a box, or as many whole rows of tiles as hold them."""
+        inside = common.within(piece.box)
+        if "$tensor" in piece.node:
+            key = piece.node["$tensor"]
+            if self._stored(key).shape == piece.box.sizes:
+                fetch = self._fetch(key, inside)
+                return lambda: _Cut(self.targets[fetch], Box.whole(common.sizes))
+            fetch = self._fetch(key)
+            return lambda: _Cut(self.targets[fetch].reshape(piece.box.sizes), inside)
+        (mark,) = piece.node
+        about = piece.node[mark]
+        unit = _rows_of_tiles(spec_from_dict(about["spec"]), len(self._stored(about[PARTS[mark][0]]).shape))
+        start, stop, rows = inside.offsets[0], inside.offsets[0] + inside.sizes[0], piece.box.sizes[0]
+        start, stop = (0, rows) if unit is None else (start // unit * unit, min(-(-stop // unit) * unit, rows))
+        parts = {name: self._fetch(about[name], self._rows(about, name, start, stop, unit)) for name in PARTS[mark]}
+        within = Box((inside.offsets[0] - start, *inside.offsets[1:]), inside.sizes)
+
+        def build() -> _Cut:
+            tensors = {about[name]: self.targets[fetch] for name, fetch in parts.items()}
+            node = about if mark == "$quantized" else {**about, "shape": [stop - start, *about["shape"][1:]]}
+            return _Cut(restore({mark: node}, tensors), within, (stop - start, *piece.box.sizes[1:]))
+
+        return build
+
+    def _rows(self, about: Any, name: str, start: int, stop: int, unit: int | None) -> Box | None:
+        """The part of codes or scales that belongs to rows start to stop; None: all."""
+        shape = self._stored(about[name]).shape
+        if unit is None or not shape:  # one scale for all
+            return None
+        step = unit if name == "dequant_scale" else 1
+        rows = -(-stop // step) - start // step
+        return Box((start // step,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
+
+
+class _Cut(NamedTuple):
+    """A value, whose shape may also be given, and the part of it that is meant."""
+
+    value: Tensor
+    inside: Box
+    shape: tuple[int, ...] | None = None
+
+
+def _rows_of_tiles(spec: CastSpec, dimensions: int) -> int | None:
+    """Rows that can be cut off codes of so many dimensions without cutting a tile: a multiple; None: none can."""
+    if dimensions < 2:
+        return None
+    if not spec.in_blocks or dimensions > 2:  # the first dimension is one of matrices
+        return 1
+    return spec.granularity.rows  # type: ignore[union-attr]
+
+
+def _join(box: Box, cuts: list[tuple[Box, _Cut]]) -> Tensor:
+    """The values in a box, from pieces that hold all of them."""
+    if len(cuts) == 1 and type(cuts[0][1].value) is Tensor and cuts[0][1].inside.sizes == cuts[0][1].value.shape:
+        return cuts[0][1].value
+    joined = _join_codes(box, sorted(cuts, key=lambda cut: cut[0].offsets))
+    if joined is not None:
+        return joined
+    plain = all(type(cut.value) is Tensor for _, cut in cuts)
+    result = torch.empty(box.sizes, dtype=cuts[0][1].value.dtype if plain else torch.float32)
+    for common, cut in cuts:
+        values = cut.value if type(cut.value) is Tensor else cut.value.dequantize(torch.float32)  # type: ignore[operator]
+        values = values.reshape(cut.shape or values.shape)
+        result[common.within(box).slices] = values[cut.inside.slices]
+    return result
+
+
+def _join_codes(box: Box, cuts: list[tuple[Box, _Cut]]) -> Tensor | None:
+    """The codes and scales of the pieces below one another; None where they do not fit together."""
+    first = cuts[0][1].value
+    if not isinstance(first, QuantizedTensor | PackedTensor) or len(box.sizes) < 2:
+        return None
+    spec, kind = first.spec, type(first)
+    unit = _rows_of_tiles(spec, first.ndim)
+    for common, cut in cuts:
+        whole_rows = cut.inside == Box.whole(cut.shape or cut.value.shape) and common.sizes[1:] == box.sizes[1:]
+        if unit is None or not whole_rows or type(cut.value) is not kind or cut.value.spec != spec:  # type: ignore[attr-defined]
+            return None
+        if common.within(box).offsets[0] % unit:
+            return None
+    values: list[Any] = [cut.value for _, cut in cuts]
+    same = [value.amax for value in values] if spec.scale is NVFP4 else []
+    same = same if spec.in_blocks else [value.dequant_scale for value in values]
+    if any(not torch.equal(each, same[0]) for each in same):  # NaN is equal to nothing, and is cast anew
+        return None
+    scales = torch.cat([value.dequant_scale for value in values]) if spec.in_blocks else first.dequant_scale
+    amax = torch.stack([value.amax for value in values]).amax()
+    if isinstance(first, PackedTensor):
+        shape = (sum(len(value) for value in values), *first.shape[1:])
+        return PackedTensor(torch.cat([value.packed for value in values]), scales, amax, spec, shape)
+    codes = torch.cat([value.codes.contiguous().view(torch.uint8) for value in values]).view(spec.format.dtype)
+    return QuantizedTensor(codes, scales, spec, first.dtype, amax)
