@@ -52,14 +52,14 @@ def evaluate(
     """Read the same `batches` batches of the validation split each time (None, or more than there are: all of it).
 
     Runs in eval mode and leaves mode, scales and random states as they were; casts that are rounded stochastically take
-    the same random bits each time. Several ranks share the sequences, and all get the same figures. loss_of: the mean
-    loss of (ids, targets); None: the model's own. Raises DataError where the split is shorter than one sequence.
+    the same random bits each time. Each rank reads its own, and all get the same figures. loss_of: the mean loss of
+    (ids, targets); None: the model's own. Raises DataError where the split is shorter than one sequence.
     """
     rank, world = ranks.batch_rank, ranks.batch_ranks
     stream = BatchStream(dataset.validation, batch_size, sequence_length, seed=0, rank=rank, world_size=world)
     loss_of = loss_of or (lambda ids, targets: model(ids, targets)[1])
     everything = stream.sequences_per_epoch
-    sequences = everything if batches is None else min(batches * batch_size, everything)
+    sequences = everything if batches is None else min(batches * batch_size * world, everything)
     token_bytes = torch.from_numpy(dataset.tokenizer.token_bytes())
     total = 0.0
     text_bytes = tokens = 0

@@ -1,0 +1,158 @@
+"""`train --parallel.*`: one run of several processes, against the same run of one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+
+from narrowgauge.errors import ConfigError, NarrowgaugeError
+from narrowgauge.observe import journal
+from narrowgauge.train import loop
+from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.events import Event, Status, StepDone
+from narrowgauge.train.ranks import Ranks
+from narrowgauge.train.sections import ParallelConfig
+
+pytestmark = pytest.mark.multiproc
+
+TEXT = "In winter the narrow gauge line up the valley ran twice a day, and {} wagons carried {} tons of slate.\n"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"data": 2},
+    "partition": {"data": 2, "partition": True},
+    "shard": {"shard": 2},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+    "data x tensor": {"data": 2, "tensor": 2},
+    "tensor x pipeline": {"tensor": 2, "pipeline": 2},
+    "data x shard": {"data": 2, "shard": 2},
+    "data x pipeline": {"data": 2, "pipeline": 2},
+    "shard x tensor": {"shard": 2, "tensor": 2},
+}
+SEQUENCES = 4  # of a micro-batch, over all ranks that read different ones
+
+
+@pytest.fixture
+def make_values(tmp_path: Path) -> Any:
+    """The values of a small run's configuration, on a layout."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(12):
+        lines = [TEXT.format(number * line, line * line) for line in range(12)]
+        (corpus / f"{number:02d}.txt").write_text("".join(lines))
+
+    def make(name: str, parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        batch_ranks = parallel.get("data", 1) * parallel.get("shard", 1)
+        values: dict[str, Any] = {
+            "model": {"layers": 2, "width": 64, "heads": 2, "kv_heads": 2, "ffn_width": 96, "context": 32},
+            "data": {"corpus": str(corpus / "*.txt"), "tokenizer": "bytes", "validation_fraction": 0.2},
+            "optimizer": {"lr": 1e-3},
+            "schedule": {"warmup_steps": 2},
+            "parallel": parallel,
+            "batch_size": SEQUENCES // max(batch_ranks, 1),
+            "accumulation": 2,
+            "steps": 4,
+            "eval_every": 2,
+            "eval_batches": 2,
+            "save_every": 2,
+            "statistics_every": 3,
+            "sample_tokens": 4,
+            "threads": 1,
+            "cache_dir": str(tmp_path / "cache"),
+            "runs_dir": str(tmp_path / "runs"),
+            "name": name,
+        }
+        return values | changes
+
+    return make
+
+
+def _train(values: dict[str, Any]) -> tuple[str, float, list[float]]:
+    """Status, last loss and the losses of the events that this rank saw."""
+    seen: list[Event] = []
+    result = loop.run(TrainConfig.from_dict(values), seen.append)
+    return result.status, result.last_loss, [event.loss for event in seen if isinstance(event, StepDone)]
+
+
+def _ranks(parallel: dict[str, Any]) -> int:
+    return math.prod(value for value in parallel.values() if value is not True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_in_float32_is_that_of_one_process(layout: str, make_values: Any) -> None:
+    parallel = LAYOUTS[layout]
+    one = loop.run(TrainConfig.from_dict(make_values("one", {}, recipe="fp32")))
+    found = run(_ranks(parallel), _train, make_values("several", parallel, recipe="fp32"), timeout_s=120)
+    assert {status for status, _, _ in found} == {Status.FINISHED}
+    assert len({last for _, last, _ in found}) == 1  # all ranks know the same loss
+    assert [len(losses) for _, _, losses in found] == [4] + [0] * (len(found) - 1)
+    contents = [journal.read(one.run_dir.parent / name / "journal.jsonl") for name in ("one", "several")]
+    for kind, keys in (("step", ("loss", "grad_norm", "lr", "tokens")), ("evaluation", ("loss", "tokens"))):
+        rows = [[[row[key] for key in keys] for row in each.of_kind(kind)] for each in contents]
+        for expected, got in zip(*rows, strict=True):
+            assert got == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["data", "partition", "shard", "tensor", "pipeline"])
+@pytest.mark.parametrize("recipe", ["narrow8", pytest.param("fp8_lm_o2", marks=pytest.mark.slow)])
+def test_a_run_in_8_bits_stays_near_that_of_one_process(layout: str, recipe: str, make_values: Any) -> None:
+    parallel = LAYOUTS[layout]
+    one = loop.run(TrainConfig.from_dict(make_values("one", {}, recipe=recipe)))
+    found = run(_ranks(parallel), _train, make_values("several", parallel, recipe=recipe), timeout_s=120)
+    rows = [journal.read(one.run_dir.parent / name / "journal.jsonl").of_kind("step") for name in ("one", "several")]
+    # the forward pass of the first step is that of one process, but for what travels within it
+    assert rows[1][0]["loss"] == pytest.approx(rows[0][0]["loss"], rel=2e-3)
+    assert rows[1][0]["grad_norm"] == pytest.approx(rows[0][0]["grad_norm"], rel=0.05)
+    assert found[0][1] == pytest.approx(one.last_loss, rel=0.02)
+
+
+def _from_first(fails: bool) -> tuple[str, str]:
+    def answer() -> str:
+        if fails:
+            raise ConfigError(f"of rank {dist.get_rank()}")
+        return f"of rank {dist.get_rank()}"
+
+    ranks = Ranks.of(ParallelConfig(data=2), torch.device("cpu"))
+    try:
+        return "", ranks.from_first(answer)
+    except NarrowgaugeError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_first_rank_finds_or_raises_all_have(fails: bool) -> None:
+    assert set(run(2, _from_first, fails)) == {("ConfigError" if fails else "", "of rank 0")}
+
+
+def _refused(values: dict[str, Any]) -> str:
+    try:
+        loop.run(TrainConfig.from_dict(values))
+    except NarrowgaugeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_folder_that_is_taken_is_refused_on_all_ranks(make_values: Any) -> None:
+    values = make_values("taken", {"data": 2}, steps=1, eval_batches=1, sample_tokens=0)
+    run(2, _train, values, timeout_s=120)
+    (message,) = set(run(2, _refused, values))
+    assert message.startswith("ConfigError: name='taken': expected a new run")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes", "expected"),
+    [
+        ({"data": 3}, {}, "expected 3 processes"),
+        ({"data": 0}, {}, "parallel.data=0: expected at least 1"),
+        ({"data": 2}, {"compile": True}, "compile=true with parallel data 2"),
+        ({"pipeline": 2}, {"accumulation": 1}, "at least one micro-batch for each stage"),
+        ({"shard": 2, "partition": True}, {}, "expected parallel.data alone"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(parallel: Any, changes: Any, expected: str, make_values: Any) -> None:
+    assert expected in _refused(make_values("refused", parallel, **changes))
