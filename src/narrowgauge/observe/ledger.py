@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from narrowgauge.layers.delayed import is_state_name
+from narrowgauge.tensors.local import local
 
 ACTIVATION = "activation"
 SCALING = "scaling"  # delayed scaling's histories and scales
@@ -159,6 +160,7 @@ def _storages(tensor: Tensor) -> Iterator[tuple[int, torch.UntypedStorage]]:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
+    tensor = local(tensor)  # of a distributed tensor what lies here
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor.detach()]
