@@ -54,9 +54,7 @@ class Bucket(NamedTuple):
                     yield rank, segment
 
 
-def plan(
-    sizes: Sequence[int], specs: Sequence[CastSpec], ranks: int, bucket_values: int = BUCKET_VALUES
-) -> list[Bucket]:
+def plan(sizes: Sequence[int], specs: Sequence[CastSpec], ranks: int, bucket_values: int) -> list[Bucket]:
     """Buckets of about `bucket_values` values for parameters of these sizes, in the order in which they are launched.
 
     sizes, specs: values of each parameter and how they travel, in the order in which gradients are expected. A larger
