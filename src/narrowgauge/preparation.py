@@ -9,15 +9,16 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowgauge.distributed import codec, pipeline
+from narrowgauge.distributed import codec, counting, partition, pipeline, replicas, sharding, tensor_parallel
 from narrowgauge.errors import ConversionError, RecipeError
-from narrowgauge.layers import delayed, fp8_loading, gradients, wrapping
+from narrowgauge.layers import delayed, fp8_loading, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
 from narrowgauge.layers.delayed import DelayedState
 from narrowgauge.layers.parameters import Stored, store
 from narrowgauge.layers.schedule import Schedule
 from narrowgauge.numerics.formats import BF16, FP16, FP32
 from narrowgauge.numerics.rounding import STOCHASTIC
+from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.groups import check_optimizer, match_state_dtypes, replace_parameters
 from narrowgauge.optim.guard import MAX_SKIPS, StepGuard, parameters_of
@@ -89,17 +90,24 @@ def prepare(
         )
     check_supported(recipe)
     pipeline.adopt(model, recipe)
-    stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]
-    gradients.install(model, recipe)
-    convert(model, first)
+    tensor_parallel.take_up(model, recipe)
+    with sharding.as_plain(model):
+        stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]
+        replicas.install(model, recipe)
+        convert(model, first)
+    sharding.install(model, recipe)
     for layer in model.modules():
         if isinstance(layer, DelayedState):
             layer.rolls_at_step = False
     forward = wrapping.install(model, first, autocast)
     fp8_loading.install(model)
     if optimizer is not None:
+        reducer = counting.deciding(model)
+        counting.count_once(model, reducer)
         schedule = Schedule(model, recipe, forward)
-        _guard(model, optimizer, schedule, max_skips, schedule.go_to if later else None)
+        _guard(model, optimizer, schedule, max_skips, reducer, schedule.go_to if later else None)
+        if isinstance(optimizer, LowPrecisionOptimizer) and reducer is not SINGLE_PROCESS:
+            optimizer.share_randomness(reducer, device_of(model))
     notes = list(stored.warnings)
     if optimizer is None and recipe.param.is_stochastic:
         notes.append(NO_OPTIMIZER)
@@ -117,7 +125,8 @@ def _store(
     """Store the parameters by the recipe, and give the digits that they lose to the optimizer that keeps them."""
     before = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
     full_values = None if before is None else before.full_values
-    if optimizer is None or (before is None and offload is None and not needs_own(recipe)):
+    is_parted = partition.is_requested(model)
+    if optimizer is None or (before is None and offload is None and not is_parted and not needs_own(recipe)):
         stored = store(model, recipe)
         if optimizer is not None:
             replace_parameters(optimizer, stored.replaced)
@@ -126,6 +135,7 @@ def _store(
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     theirs = {p: optimizer.state[p] for p in parameters_of(optimizer) if optimizer.state.get(p)}
     ours = replacement(optimizer, recipe, names, offload)
+    ours.partition = partition.partition_of(model, ours, recipe)
     held = set(parameters_of(optimizer))
     unheld: list[str] = []
 
@@ -188,16 +198,20 @@ def _guard(
     optimizer: Optimizer,
     schedule: Schedule,
     max_skips: int,
+    reducer: Reducer,
     on_count: Callable[[int], None] | None,
 ) -> None:
+    scales = replicas.amax_reducer(model)
+
     def name_of(parameter: Tensor) -> str:
         return next((name for name, p in model.named_parameters() if p is parameter), "a parameter not in the model")
 
     StepGuard(
         optimizer,
         name_of=name_of,
-        on_step=lambda: delayed.roll(schedule.layers),
+        on_step=lambda: delayed.roll(schedule.layers, scales),
         on_skip=lambda: delayed.clear(schedule.layers),
         on_count=on_count,
         max_skips=max_skips,
+        reducer=reducer,
     ).attach()

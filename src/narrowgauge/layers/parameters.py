@@ -178,7 +178,7 @@ def _as_quantized(
 def _source(p: nn.Parameter, full_values: FullValues | None) -> Tensor:
     """All digits of a parameter: float32, maybe its own memory."""
     if full_values is not None:
-        return full_values(p).detach().float()
+        return local(full_values(p)).detach().float()
     values = local(p).detach()
     return values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values.float()
 

@@ -125,7 +125,8 @@ class SavedState(LowPrecisionState):
         for p, fields in state.pop(_GIVEN, {}).items():
             setattr(p, ATTRIBUTE, fields)
         super().__setstate__(state)
-        self.partition = self.shared_seed = None  # those of the processes of the original
+        for name in ("partition", "shared_seed"):  # torch comes here for a copy, which has none, and when it loads
+            vars(self).setdefault(name, None)
         self._forget_all()
         for p in self.parameters():
             if p in self.state:

@@ -46,6 +46,10 @@ class Partition(Protocol):
         """True where less of `p` travels than it holds, so that its owner keeps a copy of all digits."""
         ...
 
+    def hand_over(self, old: Tensor, new: Tensor) -> None:
+        """Let `new`, which is to replace `old`, be of the same process."""
+        ...
+
     def exchange(self, optimizer: Any) -> None:
         """After a step: bring what was stepped to all processes."""
         ...
@@ -89,6 +93,8 @@ class LowPrecisionState(FormattedOptimizer):
         """Let `new`, which is to replace `old` in the groups, have its name and overrides. Old state is dropped."""
         super().hand_over(old, new)
         self.state.pop(old, None)
+        if self.partition is not None:
+            self.partition.hand_over(old, new)
         for cache in (self._written, self._kept):
             cache.pop(old, None)
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from narrowgauge.errors import NarrowgaugeError
 
 _MODULE = "torch.distributed.tensor"
-# a tensor class that wraps what is stored, so that torch's sharding gathers it in another form, has it under this name
-STORED = "stored"
 
 
 def is_distributed(t: Tensor) -> bool:
@@ -29,21 +27,19 @@ def is_distributed(t: Tensor) -> bool:
 def local(t: Tensor) -> Tensor:
     """The part of `t` that this process holds: a plain tensor or a QuantizedTensor, the very object, maybe empty.
 
-    A DTensor gives its local tensor, a wrapper what it has as `stored`, any other tensor itself. No gradient flows
-    through it. Raises NarrowgaugeError where this version of torch hides the local tensor.
+    A DTensor gives its local tensor, any other tensor itself. No gradient flows through it. Raises NarrowgaugeError
+    where this version of torch hides the local tensor.
     """
-    if type(t) in (Tensor, nn.Parameter):
+    if not is_distributed(t):
         return t
-    if is_distributed(t):
-        # to_local would make another object of it each time, and mark it as a parameter
-        held = getattr(t, "_local_tensor", None)
-        if held is None:
-            raise NarrowgaugeError(
-                "expected a DTensor's local part as `_local_tensor`, as in torch 2.11 to 2.14, found none in torch "
-                f"{torch.__version__}: install one of these"
-            )
-        t = held.wait() if hasattr(held, "trigger_wait") else held  # of a collective that is still under way
-    return getattr(t, STORED, t)
+    # to_local would make another object of it each time, and mark it as a parameter
+    held = getattr(t, "_local_tensor", None)
+    if held is None:
+        raise NarrowgaugeError(
+            "expected a DTensor's local part as `_local_tensor`, as in torch 2.11 to 2.14, found none in torch "
+            f"{torch.__version__}: install one of these"
+        )
+    return held.wait() if hasattr(held, "trigger_wait") else held  # of a collective that is still under way
 
 
 def local_grad(p: Tensor) -> Tensor | None:
