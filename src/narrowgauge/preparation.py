@@ -135,6 +135,7 @@ def _store(
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     theirs = {p: optimizer.state[p] for p in parameters_of(optimizer) if optimizer.state.get(p)}
     ours = replacement(optimizer, recipe, names, offload)
+    was_parted = ours.partition is not None
     ours.partition = partition.partition_of(model, ours, recipe)
     held = set(parameters_of(optimizer))
     unheld: list[str] = []
@@ -163,6 +164,8 @@ def _store(
         values = p.detach() if before is None else before.full_values(p)
         ours.take_state(p, saved)
         ours.set_values(p, values)
+    if was_parted and ours.partition is not None:
+        ours.partition.exchange(ours)  # owners had more digits to store than the others
     return stored, ours
 
 

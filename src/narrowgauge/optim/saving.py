@@ -13,6 +13,7 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.optim import storage
 from narrowgauge.optim.overrides import ATTRIBUTE, overrides_of
 from narrowgauge.optim.state import COPY, MASTER, LowPrecisionState
+from narrowgauge.optim.update import read
 from narrowgauge.tensors.local import local
 
 _GIVEN = "_given"
@@ -70,11 +71,13 @@ class SavedState(LowPrecisionState):
         """
         self._check_saved(p, saved)
         self.state.pop(p, None)
-        if saved.get(COPY) is not None:  # more digits than have travelled to the parameter
-            local(p).copy_(saved[COPY])
         if not self.is_own(p):
             return
-        state, held = self._state_of(p), local(p)
+        state, held = self._state_of(p), self.held(p)
+        if saved.get(COPY) is not None:  # more digits than have travelled to the parameter
+            held.copy_(saved[COPY])
+            state.pop(MASTER, None)
+            self._make_master(p, read(held, None))
         state["step"] = int(saved.get("step", 0))
         home = self._home_of(p)
         for name in self.moments:

@@ -120,10 +120,13 @@ class LowPrecisionState(FormattedOptimizer):
 
         The moments stay. A bfloat16 parameter without a master takes the nearest ones.
         """
-        if not self.is_own(p):
-            local(p).copy_(local(values))
+        if self.is_own(p):
+            self._write(p, self._state_of(p), values)
             return
-        self._write(p, self._state_of(p), values)
+        held, values, spec = local(p), local(values), self._master_spec(p)
+        if spec is not None and spec.scale is not ULP:  # its owner's is rounded from a master
+            values = storage.decode(storage.encode(values, spec), held.shape)
+        held.copy_(values)
 
     def is_own(self, p: Tensor) -> bool:
         """True where this process steps `p` and keeps its state."""
