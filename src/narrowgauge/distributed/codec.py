@@ -2,37 +2,46 @@
 
 A row of n values is ceil(n * bits / 8) bytes of codes (formats below 8 bits are packed), then its scales as they are
 stored: a byte a block for E8M0, four for float32. Wide formats are their own bytes. A block that holds NaN or an
-infinity arrives with at least one value that is not finite, so that the sum shows it on every rank.
+infinity arrives as NaN, so that the sum shows it on every rank. `numerics.kernels.wire` has the bytes and the kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics import packing
+from narrowgauge.numerics.companding import LINEAR
 from narrowgauge.numerics.formats import BF16, FP32
-from narrowgauge.numerics.granularity import Block
-from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4, stored_dtype
+from narrowgauge.numerics.kernels import wire
+from narrowgauge.numerics.kernels.wire import WireFormat
+from narrowgauge.numerics.rounding import NONZERO
+from narrowgauge.numerics.scaling import ScaleRule
 from narrowgauge.recipes.casts import WIRE
 from narrowgauge.recipes.spec import CastSpec, Recipe
-from narrowgauge.tensors import tiles
-from narrowgauge.tensors.cast import cast_storage
 
 EXPECTED = "blocks along rows, e.g. CastSpec(E4M3FN, Block(1, 128), E8M0_UP), or CastSpec(BF16), CastSpec(FP32) or None"
 
 
 def check(role: str, spec: CastSpec) -> None:
-    """Raise RecipeError for a cast that cannot travel: its scales would be those of parts that no rank has whole."""
+    """Raise RecipeError for a cast that cannot travel.
+
+    Scales of parts that no rank has whole; FP16, in which sums and scaled storage overflow or saturate unseen; curves,
+    and rounding that is biased; formats that `numerics.kernels.wire` has no rows of.
+    """
     if spec in (CastSpec(FP32), CastSpec(BF16)):
         return
     granularity = spec.granularity
     along_rows = spec.in_blocks and granularity.rows == 1 and granularity.columns is not None
-    if not along_rows or not spec.format.is_narrow or spec.scale is NVFP4:
+    if not along_rows or not spec.format.is_narrow or spec.companding is not LINEAR or spec.rounding is NONZERO:
         raise RecipeError(f"{role}=({spec}): expected {EXPECTED}")
+    try:
+        _format(spec)
+    except RecipeError as error:
+        raise RecipeError(f"{role}=({spec}): {error}") from None
 
 
 def spec_of(recipe: Recipe, role: str) -> CastSpec:
@@ -62,56 +71,127 @@ def dtype_of(spec: CastSpec) -> torch.dtype:
 
 def wire_bytes(numel: int, spec: CastSpec) -> int:
     """Bytes of a row of `numel` values."""
-    return _code_bytes(numel, spec) + _scale_bytes(numel, spec)
+    return _format(spec).row_bytes(numel) if spec.in_blocks else numel * spec.format.dtype.itemsize
 
 
-def encode(values: Tensor, spec: CastSpec, key: Tensor | None = None) -> Tensor:
-    """Rows of values, floating [rows, n], as bytes: uint8 [rows, wire_bytes(n)]. key: random bits, if stochastic."""
-    if not spec.in_blocks:
-        return values.to(spec.format.dtype).contiguous().view(torch.uint8)
-    codes, scales, _ = cast_storage(values, spec, key=key)
-    if spec.format.bits < 8:
-        codes = packing.pack_codes(codes, spec.format)
-    stored = _marked(scales, values, spec).view(torch.uint8)
-    return torch.cat([codes.view(torch.uint8), stored.reshape(len(values), -1)], dim=1)
+def encode(
+    values: Tensor,
+    spec: CastSpec,
+    key: Tensor | None = None,
+    *,
+    stream: int = 0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows of values, floating [rows, n], as bytes: uint8 [rows, wire_bytes(n)].
+
+    key, stream: random bits of a stochastic spec, see `philox`; others ignore them. residual: float32 [rows, n]: added
+    to the values, and then what the bytes lack of the sum. out: contiguous bytes to write into.
+    """
+    rows, n = values.shape
+    return encode_flat(values, rows, n, spec, key, stream=stream, residual=residual, out=out)
 
 
-def decode(buffer: Tensor, numel: int, spec: CastSpec, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of `numel` values in `dtype` from their bytes, uint8 [rows, wire_bytes(numel)]."""
-    if not spec.in_blocks:
-        return buffer.contiguous().view(spec.format.dtype).to(dtype)
-    at = _code_bytes(numel, spec)
-    codes = buffer[:, :at].contiguous()
-    codes = packing.unpack_codes(codes, spec.format, numel) if spec.format.bits < 8 else codes.view(spec.format.dtype)
-    stored = buffer[:, at:].contiguous().view(stored_dtype(spec.scale))  # type: ignore[arg-type]
-    amax = torch.zeros((), device=buffer.device)  # of NVFP4 only
-    return tiles.dequantize(codes, stored, amax, dataclasses.replace(spec, granularity=Block(1, block_of(spec))), dtype)
+def encode_flat(
+    values: Tensor,
+    rows: int,
+    n: int,
+    spec: CastSpec,
+    key: Tensor | None = None,
+    *,
+    stream: int = 0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `encode`, of values of any shape, at most rows * n: the rows are filled up with zeros."""
+    if spec.in_blocks:
+        key = _key_for(spec, key)
+        return wire.encode(values, rows, n, _format(spec), key=key, stream=stream, residual=residual, out=out)
+    sent = values.detach().reshape(-1).to(spec.format.dtype)
+    if residual is not None:
+        wanted = values.detach().reshape(-1).float() + residual.view(-1)
+        sent = wanted.to(spec.format.dtype)
+        residual.copy_((wanted - sent.float()).nan_to_num(0.0, 0.0, 0.0).view(residual.shape))
+    if sent.numel() < rows * n:
+        sent = torch.cat([sent, sent.new_zeros(rows * n - sent.numel())])
+    found = sent.contiguous().view(torch.uint8).view(rows, -1)
+    return found if out is None else out.copy_(found.view(out.shape))
+
+
+def decode(
+    buffer: Tensor,
+    numel: int,
+    spec: CastSpec,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows of `numel` values in `dtype` from their bytes, uint8 [rows, wire_bytes(numel)].
+
+    The bytes of a row lie side by side, rows may lie apart. out: a contiguous tensor to write into, which sets dtype.
+    """
+    total = len(buffer) * numel
+    return decode_flat(buffer, total, numel, spec, dtype, out=out).view(len(buffer), numel)
+
+
+def decode_flat(
+    buffer: Tensor,
+    numel: int,
+    n: int,
+    spec: CastSpec,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The first `numel` values of rows of `n`: [numel]. As `decode`."""
+    if spec.in_blocks:
+        return wire.decode(buffer, numel, n, _format(spec), dtype, out=out)
+    values = buffer.contiguous().view(-1).view(spec.format.dtype)[:numel]
+    return values.to(dtype) if out is None else out.copy_(values.view(out.shape))
 
 
 def reduce(buffers: Tensor, numel: int, spec: CastSpec, divisor: int = 1) -> Tensor:
     """The sum over rows, in float32 and in their order, divided by `divisor`: float32 [numel]."""
-    total = torch.zeros(numel, dtype=torch.float32, device=buffers.device)
-    for row in buffers.split(1):
-        total += decode(row, numel, spec)[0]
-    return total / divisor if divisor != 1 else total
+    if spec.in_blocks:
+        return wire.reduce(buffers, numel, _format(spec), divisor)
+    first, *others = buffers.contiguous().view(spec.format.dtype).unbind(0)
+    total = first.to(torch.float32, copy=True)
+    for row in others:
+        total += row
+    # tensor by tensor: a division by a number is a product with its inverse on some devices
+    return total if divisor == 1 else total.div_(torch.full_like(total, divisor))
 
 
-def _marked(scales: Tensor, values: Tensor, spec: CastSpec) -> Tensor:
-    """The scales, NaN where a block holds what is not finite; E8M0's say so by themselves."""
-    if spec.scale in E8M0_RULES:
-        return scales
-    block = block_of(spec)
-    padded = torch.nn.functional.pad(values.detach().float(), (0, -values.shape[1] % block))
-    finite = padded.reshape(len(values), -1, block).isfinite().all(dim=-1)
-    return torch.where(finite.reshape(scales.shape), scales, torch.nan)
-
-
-def _code_bytes(numel: int, spec: CastSpec) -> int:
-    bits = spec.format.bits
-    return packing.packed_width(numel, bits) if bits < 8 else numel * spec.format.dtype.itemsize
-
-
-def _scale_bytes(numel: int, spec: CastSpec) -> int:
+def reduce_and_encode(
+    buffers: Tensor,
+    numel: int,
+    spec: CastSpec,
+    divisor: int = 1,
+    key: Tensor | None = None,
+    *,
+    stream: int = 0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`encode` of `reduce` in one pass: uint8 [wire_bytes(numel)]."""
     if not spec.in_blocks:
-        return 0
-    return -(-numel // block_of(spec)) * stored_dtype(spec.scale).itemsize  # type: ignore[arg-type]
+        total = reduce(buffers, numel, spec, divisor)
+        return encode_flat(total, 1, numel, spec, residual=residual, out=out).view(-1)
+    key = _key_for(spec, key)
+    return wire.reduce_and_encode(
+        buffers, numel, _format(spec), divisor, key=key, stream=stream, residual=residual, out=out
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _format(spec: CastSpec) -> WireFormat:
+    assert isinstance(spec.scale, ScaleRule)
+    return WireFormat(spec.format, block_of(spec), spec.scale)
+
+
+def _key_for(spec: CastSpec, key: Tensor | None) -> Tensor | None:
+    if spec.is_stochastic and key is None:
+        raise RecipeError(
+            f"{spec}: stochastic rounding needs random bits, and no key was given: draw one from a generator"
+        )
+    return key if spec.is_stochastic else None

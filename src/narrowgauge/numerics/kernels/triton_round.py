@@ -154,3 +154,16 @@ def decode_integer(code, SIGNED: tl.constexpr, ROOT: tl.constexpr):  # type: ign
     if SIGNED:
         low = tl.where(low > 127, low - 256, low)
     return (low * tl.abs(low) if ROOT else low).to(tl.float32)
+
+
+@triton.jit
+def stochastic_integer(values, words, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes (int32) of float32 values by `rounding.round_stochastically`, saturating; NaN is 0."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    value = tl.minimum(magnitude, TOP).to(tl.float32, bitcast=True)
+    lower = value.to(tl.int32)
+    # exact: the difference of neighbours, and its product with a power of two
+    share = (value - lower.to(tl.float32)) * 16777216.0
+    code = lower + ((words >> 8).to(tl.float32) < share).to(tl.int32)
+    return tl.where(magnitude > 0x7F800000, 0, tl.where(bits < 0, -code, code))
