@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,3 +183,30 @@ def test_weights_of_fused_layers_have_the_scales_of_the_whole_in_one_collective(
         assert bad == []
         # one for all weights, and one for the input of each row-parallel layer, `out` and `down`, in each of 2 forwards
         assert calls == 1 + 2 * 2 * layers
+
+
+def _stale(written: str) -> bool:
+    """Whether weights that have grown, whoever has written to them, are cast by what they are now."""
+    model = _model(_recipe("fp8_current"), "column", False)
+    weight: Any = model.layer.weight
+    x = torch.randn(16, IN)
+    model(x)
+    with torch.no_grad():
+        if written == "by torch":
+            weight.mul_(64.0)
+        elif written == "by an optimizer":
+            weight.grad = weight * -63.0
+            torch.optim.SGD([weight], lr=1.0).step()
+        else:
+            weight.to_local().mul_(64.0)
+    with recorded(model) as found:
+        model(x)
+    (cast,) = (each.cast for each in found if each.role == "weight")
+    assert cast.dequant_scale is not None
+    largest = tensor_parallel.whole_parameter(model, "layer.weight").abs().max()
+    return same_bits(cast.dequant_scale, torch.ones(()) / (torch.full((), 448.0) / largest))
+
+
+@pytest.mark.parametrize("written", ["by torch", "by an optimizer", "in place, locally"])
+def test_scales_follow_the_weights(written: str) -> None:
+    assert run(2, _stale, written) == [True, True]

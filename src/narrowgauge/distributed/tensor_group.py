@@ -21,7 +21,7 @@ from narrowgauge.tensors.parted_amax import amax_of_part
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 _ATTRIBUTE = "_narrowgauge_tensor_parallel"
-Stamp = tuple[int, int]  # of a weight: which tensor, and at which version
+Stamp = tuple[int, int, int]  # of a weight: which tensor, and at which versions
 
 
 class TensorGroup:
@@ -97,7 +97,9 @@ def group_of(model: nn.Module) -> TensorGroup | None:
 def stamp_of(layer: Linear) -> Stamp:
     """Changes with the weight."""
     held = local(layer.weight)
-    return id(held), (held.codes if isinstance(held, QuantizedTensor) else held)._version
+    values = held.codes if isinstance(held, QuantizedTensor) else held
+    # torch's operations on a DTensor count on it alone, ours on the local part
+    return id(held), layer.weight._version, values._version
 
 
 def _parted_layers(model: nn.Module) -> Iterator[tuple[Linear, int]]:

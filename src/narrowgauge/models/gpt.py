@@ -214,6 +214,9 @@ def _reset_extra_state(module: nn.Module) -> None:
 
     Their random numbers are thrown away: the weights drawn afterwards are those of a model never converted.
     """
+    if hasattr(module, "reset_delayed"):  # a linear layer: its weight may be a table that was drawn before
+        module.reset_delayed()  # type: ignore[operator]
+        return
     reset = getattr(type(module), "reset_parameters", None)
     plain = type(module).__module__.startswith("torch.nn") or type(module) is GroupedLinear
     if reset is None or isinstance(module, GPT) or plain:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import narrowgauge as ng
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.rope import rope_tables
 
@@ -105,3 +106,14 @@ def test_layers_that_were_replaced_reset_their_own_state_without_disturbing_the_
     torch.manual_seed(5)
     expected.reset_parameters()
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), model.parameters(), strict=True))
+
+
+def test_a_converted_model_with_a_tied_head_is_drawn_as_a_plain_one():
+    plain, converted = (
+        GPT(CONFIG.replace(experts=0), generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)
+    )
+    ng.convert(converted, "bf16")
+    assert type(converted.lm_head) is not type(plain.lm_head)
+    converted.reset_parameters(torch.Generator().manual_seed(3))
+    for name, p in plain.named_parameters():
+        assert torch.equal(converted.get_parameter(name), p), name
