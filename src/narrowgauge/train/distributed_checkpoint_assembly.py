@@ -1,8 +1,8 @@
 """Parts of saved tensors put together anew, for a process that holds other parts than those that were saved.
 
-The piece that a process had before is taken bit for bit. Plain tensors are so in every layout. Codes are, where what is
-wanted begins and ends with whole tiles of every piece it meets, and their scales mean the same: pieces cut into rows,
-with tiles that are parts of rows; or one scale for all. Everything else is decoded: float32, for the caller to cast.
+The piece that a process had before is taken bit for bit. Plain tensors are so in every layout. Codes are, where tiles
+are parts of rows and the pieces were and are cut into whole rows of tiles, or where all pieces have one and the same
+scale. Everything else is decoded: float32, for the caller to cast.
 """
 
 from __future__ import annotations
@@ -148,27 +148,49 @@ def _join(box: Box, cuts: list[tuple[Box, _Cut]]) -> Tensor:
 
 
 def _join_codes(box: Box, cuts: list[tuple[Box, _Cut]]) -> Tensor | None:
-    """The codes and scales of the pieces below one another; None where they do not fit together."""
+    """The codes of the pieces side by side, with their scales; None where they do not fit together."""
     first = cuts[0][1].value
-    if not isinstance(first, QuantizedTensor | PackedTensor) or len(box.sizes) < 2:
+    kind, values = type(first), [cut.value for _, cut in cuts]
+    if not isinstance(first, QuantizedTensor | PackedTensor) or any(type(value) is not kind for value in values):
         return None
-    spec, kind = first.spec, type(first)
-    unit = _rows_of_tiles(spec, first.ndim)
+    held: list[Any] = values
+    if any(value.spec != first.spec for value in held):
+        return None
+    # what all codes of a tensor are multiplied by; NaN is equal to nothing, and is cast anew
+    common = [value.dequant_scale for value in held] if not first.spec.in_blocks else []
+    common = [value.amax for value in held] if first.spec.scale is NVFP4 else common
+    if any(not torch.equal(each, common[0]) for each in common):
+        return None
+    amax = torch.stack([value.amax for value in held]).amax()
+    if not first.spec.in_blocks:
+        return None if isinstance(first, PackedTensor) else _side_by_side(box, cuts, first, amax)
+    return _below_one_another(box, cuts, first, amax)
+
+
+def _side_by_side(box: Box, cuts: list[tuple[Box, _Cut]], first: QuantizedTensor, amax: Tensor) -> Tensor:
+    """Codes of one scale."""
+    codes = torch.empty(box.sizes, dtype=first.codes.dtype)
     for common, cut in cuts:
-        whole_rows = cut.inside == Box.whole(cut.shape or cut.value.shape) and common.sizes[1:] == box.sizes[1:]
-        if unit is None or not whole_rows or type(cut.value) is not kind or cut.value.spec != spec:  # type: ignore[attr-defined]
-            return None
-        if common.within(box).offsets[0] % unit:
+        held: Any = cut.value
+        codes[common.within(box).slices] = held.codes.reshape(cut.shape or held.shape)[cut.inside.slices]
+    return QuantizedTensor(codes, first.dequant_scale, first.spec, first.dtype, amax)
+
+
+def _below_one_another(
+    box: Box, cuts: list[tuple[Box, _Cut]], first: QuantizedTensor | PackedTensor, amax: Tensor
+) -> Tensor | None:
+    """Codes in tiles, where every piece has whole rows of what is wanted, and whole tiles."""
+    unit = _rows_of_tiles(first.spec, first.ndim)
+    if unit is None:
+        return None
+    for common, cut in cuts:
+        is_whole = cut.inside == Box.whole(cut.shape or cut.value.shape) and common.sizes[1:] == box.sizes[1:]
+        if not is_whole or common.within(box).offsets[0] % unit:
             return None
     values: list[Any] = [cut.value for _, cut in cuts]
-    same = [value.amax for value in values] if spec.scale is NVFP4 else []
-    same = same if spec.in_blocks else [value.dequant_scale for value in values]
-    if any(not torch.equal(each, same[0]) for each in same):  # NaN is equal to nothing, and is cast anew
-        return None
-    scales = torch.cat([value.dequant_scale for value in values]) if spec.in_blocks else first.dequant_scale
-    amax = torch.stack([value.amax for value in values]).amax()
+    scales = torch.cat([value.dequant_scale for value in values])
     if isinstance(first, PackedTensor):
         shape = (sum(len(value) for value in values), *first.shape[1:])
-        return PackedTensor(torch.cat([value.packed for value in values]), scales, amax, spec, shape)
-    codes = torch.cat([value.codes.contiguous().view(torch.uint8) for value in values]).view(spec.format.dtype)
-    return QuantizedTensor(codes, scales, spec, first.dtype, amax)
+        return PackedTensor(torch.cat([value.packed for value in values]), scales, amax, first.spec, shape)
+    codes = torch.cat([value.codes.contiguous().view(torch.uint8) for value in values]).view(first.spec.format.dtype)
+    return QuantizedTensor(codes, scales, first.spec, first.dtype, amax)
