@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 from narrowgauge.errors import ConfigError
 from narrowgauge.train.config import TrainConfig
+from narrowgauge.train.restart import Launch
 
 
 def rank() -> int:
     """This process's number as torchrun gave it; 0 where it was started otherwise."""
     return int(os.environ.get("RANK", "0"))
+
+
+def launch() -> Launch | None:
+    """The launch that this process belongs to, as torchrun tells it; None where it was started otherwise.
+
+    Its name is torchrun's --rdzv-id, which is to be another one for each job; without one, torchrun's own process.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restarts is None:
+        return None
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was not given one
+    return Launch(f"{socket.gethostname()}:{os.getppid()}" if job == "none" else job, int(restarts))
 
 
 @contextmanager

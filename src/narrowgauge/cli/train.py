@@ -15,13 +15,13 @@ def train(argv: Sequence[str]) -> int:
 
     config, as_json = parse_arguments(argv)
 
-    from narrowgauge.cli.processes import process_group
+    from narrowgauge.cli.processes import launch, process_group
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import run
 
     with process_group(config), Reporter(log_every=config.log_every, as_json=as_json) as reporter:
-        result = run(config, reporter)
+        result = run(config, reporter, launch())
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
 
 

@@ -15,17 +15,21 @@ from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.events import OnEvent, Result, ignore
 from narrowgauge.train.folder import write_file
 from narrowgauge.train.ranks import Ranks
+from narrowgauge.train.restart import Launch, interrupted_run
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.session import Session
 from narrowgauge.train.signals import Interruption
 from narrowgauge.train.tensorboard import with_tensorboard
 
 
-def run(config: TrainConfig, on_event: OnEvent = ignore) -> Result:
+def run(config: TrainConfig, on_event: OnEvent = ignore, launch: Launch | None = None) -> Result:
     """Train a model by the configuration, in a new run folder.
 
     SIGINT or SIGTERM: the step in hand is finished and saved, and the result says INTERRUPTED; a second SIGINT raises
     KeyboardInterrupt at once.
+
+    launch: of the processes, where what started them may start them again: the new ones then go on with the run that
+    the old ones began, from its newest whole checkpoint.
 
     Raises:
         ConfigError, RecipeError: the configuration does not hold together, or the folder is taken.
@@ -35,8 +39,11 @@ def run(config: TrainConfig, on_event: OnEvent = ignore) -> Result:
     """
     config.check()
     ranks = Ranks.of(config.parallel, config.torch_device())
+    earlier = ranks.from_first(lambda: interrupted_run(config, launch))
+    if earlier is not None:
+        return resume(earlier.run_dir, on_event, earlier.checkpoint)
     config = ranks.from_first(lambda: _with_all_values(config))
-    folder = _on_first(ranks, lambda: RunFolder.create(config), config.path)
+    folder = _on_first(ranks, lambda: RunFolder.create(config, launch.name if launch else ""), config.path)
     try:
         return _train(config, folder, on_event, None, ranks)
     except BaseException:

@@ -24,6 +24,7 @@ from narrowgauge.train.checkpoint import save
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.folder import remove_unfinished, verify, write_file
 
+LOCK = ".lock"  # holds the name of the launch that made the folder, where it has one
 LAST_GOOD = "last-good"  # asks for the newest checkpoint that is whole
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -52,8 +53,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @classmethod
-    def create(cls, config: TrainConfig) -> RunFolder:
+    def create(cls, config: TrainConfig, launch: str = "") -> RunFolder:
         """Make the folder of a new run and write its configuration, locked.
+
+        launch: a name for all attempts to do this run, see `train.restart`.
 
         Raises ConfigError where the folder is taken or cannot be written.
         """
@@ -68,6 +71,7 @@ class RunFolder:
                     f"choose another name, or continue it with `narrowgauge resume {shlex.quote(str(folder.path))}`"
                 )
             with _writable(folder.path):
+                (folder.path / LOCK).write_text(launch, encoding="utf-8")
                 folder.checkpoints.mkdir(exist_ok=True)
                 write_file(folder.config, config.to_yaml())
         except BaseException:
@@ -86,7 +90,7 @@ class RunFolder:
     def lock(self) -> None:
         """Become the only process that writes. Raises ConfigError where another one is at it, or nobody may."""
         with _writable(self.path):
-            self._lock = os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
+            self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
         except BlockingIOError:
@@ -100,7 +104,7 @@ class RunFolder:
         """Undo `create`, where the run never began: it has no journal yet."""
         if self._lock is None or self.journal.exists():
             return
-        for file in (self.config, self.tokenizer, self.path / ".lock"):
+        for file in (self.config, self.tokenizer, self.path / LOCK):
             file.unlink(missing_ok=True)
         for folder in (self.checkpoints, self.path):
             with suppress(OSError):  # not empty: something else lies there
