@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.distributed import codec, data_parallel
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.recipes.casts import WIRE
 from narrowgauge.recipes.spec import CastSpec, Recipe
 
+WIDE = Recipe(name="wide", compute=FP32)
+NARROW = Recipe(name="narrow", compute=FP32, grad=ng.recipe("narrow8").grad, grad_comm=WIRE)
 SIDE = 64  # a matrix of 4096 values, which recipes keep in 8 bits
 
 
@@ -37,6 +42,15 @@ def prepared(
     """A data-parallel model, by default a `Given`, with SGD."""
     model = data_parallel(Given() if model is None else model)
     return ng.prepare(model, torch.optim.SGD(model.parameters(), lr=lr), recipe, autocast=False)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Kind and message of our error that a call raises; "" where it raises none."""
+    try:
+        call()
+    except NarrowgaugeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def values(t: Tensor | None) -> Tensor:

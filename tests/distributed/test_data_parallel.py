@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from models import batch, tiny_gpt
 from ranks import run
-from replicas import SIDE, expected_grad, prepared, values
+from replicas import NARROW, SIDE, WIDE, expected_grad, prepared, values
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.multiproc
 
 RECIPES = ("fp32", "bf16_pure", "fp8_current", "fp8_lm_o2", "narrow8")
 EVERY_FORMAT = {
-    "float32": Recipe(name="float32", compute=FP32),
+    "float32": WIDE,
     "bfloat16": Recipe(name="bfloat16", compute=FP32, grad=CastSpec(BF16), grad_comm=CastSpec(BF16)),
-    "8 bits": Recipe(name="8 bits", compute=FP32, grad=ng.recipe("narrow8").grad, grad_comm=WIRE),
+    "8 bits": NARROW,
     "8 bits of a wide one": Recipe(name="8 bits of a wide one", compute=FP32, grad_comm=WIRE),
 }
 
