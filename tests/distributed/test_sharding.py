@@ -206,3 +206,24 @@ def test_replicas_of_shards_average_in_8_bits() -> None:
 
 def _pair() -> tuple[Step, None]:
     return _step(_prepared(_recipe("narrow8"), shard=2)[0]), None
+
+
+def _validated_then_accumulated() -> dict[str, Tensor]:
+    model, _ = _prepared(_recipe("narrow8"), shard=2)
+    model.eval()
+    with torch.no_grad():
+        model(*batch(7))
+    model.train()
+    with ng.accumulate(model):
+        for seed in range(2):
+            loss = model(*batch(seed))[1]
+            assert loss is not None
+            loss.backward()
+    return {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_forward_without_backward_leaves_nothing_gathered() -> None:
+    for grads in run(2, _validated_then_accumulated):
+        # accumulate finds the shards and their hooks, also those of the root: cast once, without a warning
+        assert isinstance(grads["lm_head.weight"], QuantizedTensor)
+        assert isinstance(grads["blocks.0.mlp.down.weight"], QuantizedTensor)

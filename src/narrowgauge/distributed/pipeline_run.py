@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge.distributed import sharding, wire
+from narrowgauge.distributed import wire
 from narrowgauge.distributed.boundary import Boundary, pack, unpack
 from narrowgauge.distributed.stages import SideLoss, Span, StagedGPT, StagedSequential
 from narrowgauge.errors import ConversionError
@@ -104,18 +104,7 @@ def forward_only(
     for work, _ in under_way:
         if work is not None:
             work.wait()
-    _reshard(model)
     return loss
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free what torch's FSDP2 has gathered for a backward that does not come: the model's parameters are its own."""
-    if sharding.is_sharded(model):
-        from torch.distributed.fsdp import FSDPModule  # it loads much that other models do not need
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def _send(places: Places, stage: int, values: Tensor, spec: CastSpec | None) -> list[tuple[dist.Work | None, Tensor]]:

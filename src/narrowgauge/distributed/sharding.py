@@ -6,23 +6,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.distributed import codec
-from narrowgauge.distributed.gathering import AsOperand, AsStored, InBlocks, Route, Scales, User, operand_spec
+from narrowgauge.distributed.gathering import AsOperand, AsStored, InBlocks, Route, Scales, operand_spec
 from narrowgauge.distributed.layout import Layout, attach, layout_of
 from narrowgauge.distributed.scattering import ModuleTraffic
 from narrowgauge.errors import ConfigError, ConversionError, RecipeError
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.local import local
 from narrowgauge.tensors.quantized import QuantizedTensor
+
+if TYPE_CHECKING:
+    from narrowgauge.distributed.sharded_parameter import ShardedParameter
 
 _ATTRIBUTE = "_narrowgauge_sharding"
 
@@ -69,18 +71,6 @@ def is_sharded(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
-@contextlib.contextmanager
-def as_plain(model: nn.Module) -> Iterator[None]:
-    """Let the modules of a sharded model be known by the classes that fully_shard has extended."""
-    if not is_sharded(model):
-        yield
-        return
-    from narrowgauge.distributed import sharded_parameter
-
-    with sharded_parameter.as_plain(model):
-        yield
-
-
 def install(model: nn.Module, recipe: Recipe) -> None:
     """Let the parameters of a sharded, converted model travel by a resolved recipe; otherwise do nothing.
 
@@ -98,21 +88,15 @@ class Sharding:
     """What `install` leaves on a model: it renews the scales of weights before each forward."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        from narrowgauge.distributed.sharded_parameter import ShardedParameter, groups_of, users_of
+        from narrowgauge.distributed.sharded_parameter import ShardedParameter, groups_of
 
         self.recipe = recipe
         self.param_spec = _travels(recipe, "param_comm")
         grad_spec, replicas = _travels(recipe, "grad_comm"), _replicas(model)
-        self.device = torch.device("cpu")
-        operands: list[tuple[AsOperand, ShardedParameter]] = []
+        self.parameters: list[ShardedParameter] = []
         for module, group in groups_of(model):
             traffic = ModuleTraffic(grad_spec, recipe.min_state_size, replicas)
-            for parameter in group.fsdp_params:
-                sharded = ShardedParameter.take_over(parameter, traffic)
-                route = self._route(sharded.sharded_param, users_of(parameter), parameter.mp_policy.param_dtype)
-                sharded.route, self.device = route, sharded.device
-                if isinstance(route, AsOperand):
-                    operands.append((route, sharded))
+            self.parameters += [ShardedParameter.take_over(each, traffic) for each in group.fsdp_params]
             group._init_mp_dtypes()
             module.set_custom_all_gather(traffic.gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(traffic.reduce_scatter)  # type: ignore[arg-type]
@@ -120,26 +104,52 @@ class Sharding:
             module.set_force_sum_reduction_for_comms(True)
             if replicas is not None:
                 module.set_all_reduce_hook(traffic.average_replicas)
-        self.scales = Scales(operands)
-        self._handle = model.register_forward_pre_hook(self.before_forward, prepend=True)
+        self._layers = [layer for p in self.parameters for layer, _ in p.users]
+        self._choose_routes()
+        self._handles = [
+            model.register_forward_pre_hook(self.before_forward, prepend=True),
+            model.register_forward_hook(self.after_forward),
+        ]
 
     def remove(self) -> None:
         """Renew no scales any more."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free what was gathered for a backward that does not come, so that the parameters are the shards again."""
+        if not torch.is_grad_enabled():
+            _reshard(module)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Renew the scales of all weights: they change with every step, and whenever a user writes to them."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes within backward: by the same scales
-        self.scales.renew(self.device)
+        if any(recipe is not now for recipe, now in zip(self._recipes, self._recipes_of_layers(), strict=True)):
+            _reshard(module)
+            self._choose_routes()  # a schedule has changed the recipe, and with it the casts of weights
+        self.scales.renew()
 
-    def _route(self, p: nn.Parameter, users: list[User], dtype: torch.dtype | None) -> Route:
-        """How a parameter travels. dtype: what torch's own mixed precision asks for, or None."""
+    def _choose_routes(self) -> None:
+        operands: list[tuple[AsOperand, ShardedParameter]] = []
+        for parameter in self.parameters:
+            route = self._route(parameter)
+            parameter.take(route)
+            if isinstance(route, AsOperand):
+                operands.append((route, parameter))
+        self.scales = Scales(operands)
+        self._recipes = self._recipes_of_layers()
+
+    def _recipes_of_layers(self) -> list[Recipe | None]:
+        return [layer.__dict__.get("recipe") for layer in self._layers]
+
+    def _route(self, parameter: ShardedParameter) -> Route:
+        p, dtype = parameter.sharded_param, parameter.mp_policy.param_dtype  # what torch's own mixed precision asks for
         if not p.is_floating_point():
             return AsStored(p.dtype, p.dtype)
         part, kept = local(p), dtype or p.dtype
         stored = torch.float32 if isinstance(part, QuantizedTensor) else part.dtype
-        spec = operand_spec(users) if self.param_spec.in_blocks else None
+        spec = operand_spec(parameter.users) if self.param_spec.in_blocks else None
         if spec is not None:
             return AsOperand(spec, p.dtype)
         if p.numel() < self.recipe.min_state_size:
@@ -158,6 +168,14 @@ def _travels(recipe: Recipe, role: str) -> CastSpec:
             "rounding to nearest"
         )
     return spec
+
+
+def _reshard(model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _replicas(model: nn.Module) -> dist.ProcessGroup | None:
