@@ -90,7 +90,7 @@ def _combined(norms: dict[tuple[Any, ...], Tensor], norm_type: float) -> dict[tu
 
 
 def _reducer(group: Any) -> Reducer:
-    return group if hasattr(group, "gather") else GroupReducer(group)
+    return group if hasattr(group, "max_") else GroupReducer(group)  # a process group has a `gather` of its own
 
 
 def _norm_of_all(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
