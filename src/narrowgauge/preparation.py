@@ -91,10 +91,9 @@ def prepare(
     check_supported(recipe)
     pipeline.adopt(model, recipe)
     tensor_parallel.take_up(model, recipe)
-    with sharding.as_plain(model):
-        stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]
-        replicas.install(model, recipe)
-        convert(model, first)
+    stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]
+    replicas.install(model, recipe)
+    convert(model, first)
     sharding.install(model, recipe)
     for layer in model.modules():
         if isinstance(layer, DelayedState):

@@ -82,20 +82,18 @@ class InBlocks(Route):
 
     def send(self, part: Tensor, numel: int) -> Tensor:
         self._numel = numel
-        return codec.encode(_filled(_plain(part), numel).view(1, -1), self.spec).flatten()
+        return codec.encode_flat(_plain(part), 1, numel, self.spec).flatten()
 
     def unpack(self, received: Tensor, shape: torch.Size) -> tuple[Tensor, list[Tensor]]:
-        values = self._decoded(received).flatten()
-        flat = torch.empty_like(values).copy_(values)  # decoded values may lie in memory that cannot be freed
+        rows = len(received) // codec.wire_bytes(self._numel, self.spec)
+        flat = torch.empty(rows * self._numel, dtype=self.dtype, device=received.device)
+        self.refill(received, flat, [flat])
         return flat[: shape.numel()].view(shape), [flat]
 
     def refill(self, received: Tensor, whole: Tensor, memory: Sequence[Tensor]) -> bool:
-        memory[0].copy_(self._decoded(received).flatten())
-        return True
-
-    def _decoded(self, received: Tensor) -> Tensor:
         rows = received.view(-1, codec.wire_bytes(self._numel, self.spec))
-        return codec.decode(rows, self._numel, self.spec, self.dtype)
+        codec.decode(rows, self._numel, self.spec, out=memory[0].view(len(rows), -1))
+        return True
 
 
 class AsOperand(Route):
@@ -140,7 +138,12 @@ class AsOperand(Route):
 
 
 class Parted(Protocol):
-    """A parameter of which each rank has a part: its values here, and the process groups over which it is parted."""
+    """A parameter of which each rank has a part.
+
+    device: where it is gathered. part: its values here. groups: the process groups over which it is parted.
+    """
+
+    device: torch.device
 
     @property
     def part(self) -> Tensor: ...
@@ -155,13 +158,13 @@ class Scales:
     def __init__(self, members: Sequence[tuple[AsOperand, Parted]]) -> None:
         self.members = members
 
-    def renew(self, device: torch.device) -> None:
+    def renew(self) -> None:
         """Reduce the amax values of all weights: one collective for each set of groups, which is one in most models."""
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[AsOperand, Parted]]] = {}
         for route, weight in self.members:
             by_groups.setdefault(weight.groups, []).append((route, weight))
         for groups, members in by_groups.items():
-            amax = torch.stack([route.amax_of(weight.part).to(device) for route, weight in members])
+            amax = torch.stack([route.amax_of(weight.part).to(weight.device) for route, weight in members])
             for group in groups:
                 amax = GroupReducer(group).max_(amax)
             for (route, _), of_weight in zip(members, amax.unbind(), strict=True):

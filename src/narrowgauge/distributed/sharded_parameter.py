@@ -5,8 +5,6 @@ FSDP2 gathers and reduces each parameter through an object of its own, whose cla
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +27,12 @@ _NEEDED = (
 
 
 class Traffic(Protocol):
-    """Told of what a group of parameters sends and reduces, in the order in which it does."""
+    """Told of what a group of parameters sends and reduces, in the order in which it does.
+
+    least: parameters with fewer values have gradients that are neither sent nor kept in 8 bits.
+    """
+
+    least: int
 
     def sends(self, sent: Tensor) -> None: ...
 
@@ -47,15 +50,27 @@ class ShardedParameter(FSDPParam):
 
     @classmethod
     def take_over(cls, parameter: FSDPParam, traffic: Traffic) -> ShardedParameter:
-        """Make `parameter` one of these, in place, also anew. It then needs a `route`."""
+        """Make `parameter` one of these, in place, also anew. It is then to `take` a route."""
         parameter.__class__ = cls
         assert isinstance(parameter, cls)
         parameter.traffic = traffic
-        parameter.all_gather_outputs = []
-        parameter.__dict__.pop("_unsharded_param", None)
         parameter.reset_sharded_param()
         parameter.init_dtype_attrs(parameter.mp_policy)
         return parameter
+
+    def take(self, route: Route) -> None:
+        """Travel so from now on."""
+        self._assert_in_states(ShardedState.SHARDED)
+        self.route = route
+        self.all_gather_outputs = []
+        self.__dict__.pop("_unsharded_param", None)
+
+    @property
+    def users(self) -> list[User]:
+        """The modules that have the parameter, and under which name."""
+        info = self._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        return [(info.module, info.param_name), *shared]
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -128,6 +143,10 @@ class ShardedParameter(FSDPParam):
         self.traffic.reduces(self)
         return super()._get_grad_inner_tensor(grad)
 
+    def to_sharded_dtensor(self, tensor: Tensor) -> DTensor:
+        # reduced gradients are views of one wide buffer, which small ones would keep when the others are cast
+        return super().to_sharded_dtensor(tensor.clone() if self.numel < self.traffic.least else tensor)
+
 
 def groups_of(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     """The FSDP modules of `model` that have parameters of their own, with the group of these.
@@ -162,13 +181,6 @@ def groups_of(model: nn.Module) -> list[tuple[FSDPModule, Any]]:
     return found
 
 
-def users_of(parameter: FSDPParam) -> list[User]:
-    """The modules that have a parameter, and under which name."""
-    info = parameter._module_info
-    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [(info.module, info.param_name), *shared]
-
-
 def _check(name: str, group: Any) -> None:
     where = f"'{name}'" if name else "the model"
     if group._is_hsdp:
@@ -188,23 +200,3 @@ def _check(name: str, group: Any) -> None:
             )
     if not group.is_sharded:
         raise ConversionError(f"{where} is gathered: expected sharded parameters; call model.reshard() first")
-
-
-@contextlib.contextmanager
-def as_plain(model: nn.Module) -> Iterator[None]:
-    """Give modules the class that they had before fully_shard, so that they are known by it, and may take another."""
-    classes: list[tuple[nn.Module, type, type]] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            sharded = type(module)
-            plain = sharded.__bases__[-1]  # fully_shard puts FSDPModule before it
-            classes.append((module, sharded, plain))
-            module.__class__ = plain
-    try:
-        yield
-    finally:
-        for module, sharded, plain in classes:
-            now = type(module)
-            if now is not plain:
-                sharded = type(f"FSDP{now.__name__}", (FSDPModule, now), {"__deepcopy__": sharded.__deepcopy__})
-            module.__class__ = sharded

@@ -12,7 +12,7 @@ from torch import nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.layers import fused, sharing
 from narrowgauge.layers.embedding import Embedding
-from narrowgauge.layers.kinds import LINEARS, NORMS, Kind, kind_of
+from narrowgauge.layers.kinds import LINEARS, NORMS, Kind, become, class_of, kind_of
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.layers.report import ConversionReport, report
@@ -79,8 +79,8 @@ def take_up(model: nn.Module, recipe: Recipe) -> None:
         if selection.name in linears:
             _convert_linear(linears[selection.name], recipe, selection)
     for module in model.modules():
-        if type(module) in _IN_16_BITS:
-            module.__class__ = _IN_16_BITS[type(module)]
+        if class_of(module) in _IN_16_BITS:
+            become(module, _IN_16_BITS[class_of(module)])
         _share_inputs(module)
         fused.keep_layers_called(module)
 
@@ -122,7 +122,7 @@ def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> 
         _restore(module)  # float32 products of float32 operands: torch's own
         return
     if not isinstance(module, RecipeLayer):
-        module.__class__ = LINEARS[type(module)]
+        become(module, LINEARS[class_of(module)])
     assert isinstance(module, RecipeLayer)
     smooth = selection.quantized and any(fnmatchcase(selection.name, glob) for glob in recipe.smooth)
     module.configure(recipe, selection.quantized, selection.reason, smooth)
@@ -133,7 +133,7 @@ def _restore(module: nn.Module) -> None:
         module.forget_recipe()
     elif isinstance(module, RecipeLayer):
         module.forget_recipe()
-        module.__class__ = next(plain for plain, ours in LINEARS.items() if ours is type(module))  # type: ignore[assignment]
+        become(module, next(plain for plain, ours in LINEARS.items() if ours is class_of(module)))
 
 
 def _share_inputs(parent: nn.Module) -> None:

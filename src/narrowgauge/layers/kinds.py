@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -37,9 +39,10 @@ def kind_of(module: nn.Module) -> Kind:
     """Decide by the exact class: a subclass may compute something else in its forward."""
     if skip_reason(module) is not None:
         return Kind.SKIPPED
-    if type(module) in LINEARS or type(module) in LINEARS.values():
+    own = class_of(module)
+    if own in LINEARS or own in LINEARS.values():
         return Kind.LINEAR
-    if type(module) in NORMS or type(module) in NORMS.values():
+    if own in NORMS or own in NORMS.values():
         return Kind.NORM
     return Kind.OTHER
 
@@ -54,10 +57,30 @@ def skip_reason(module: nn.Module) -> str | None:
     if parametrize.is_parametrized(module):
         names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
         return f"parametrized ({names}): remove the parametrization to convert it"
-    if type(module) not in (plain, LINEARS[plain]):
-        owner = "a forward of its own" if type(module).forward is not plain.forward else "a class of its own"
+    own = class_of(module)
+    if own not in (plain, LINEARS[plain]):
+        owner = "a forward of its own" if own.forward is not plain.forward else "a class of its own"
         name = "nn.Linear" if plain is nn.Linear else plain.__name__
-        return f"{type(module).__name__} is a subclass of {name} with {owner}"
-    if type(module) is plain and "weight" not in module._parameters:
+        return f"{own.__name__} is a subclass of {name} with {owner}"
+    if own is plain and "weight" not in module._parameters:
         return "its weight is computed by a hook (weight_norm, spectral_norm): remove it to convert the layer"
     return None
+
+
+def class_of(module: nn.Module) -> type[Any]:
+    """The class of a module, without the one that torch's fully_shard puts in front of it."""
+    return type(module).__bases__[-1] if _is_fully_sharded(module) else type(module)
+
+
+def become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Swap the class of a module in place; one that torch's fully_shard was called on keeps its part of it."""
+    if _is_fully_sharded(module):
+        before: Any = type(module)
+        own = {"__deepcopy__": before.__deepcopy__}
+        cls = type(f"FSDP{cls.__name__}", (before.__bases__[0], cls), own)
+    module.__class__ = cls
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it is not loaded, nobody has called fully_shard
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

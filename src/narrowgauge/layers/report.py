@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from narrowgauge.layers.grouped import GroupedLinear
-from narrowgauge.layers.kinds import NORMS, Kind, kind_of, skip_reason
+from narrowgauge.layers.kinds import NORMS, Kind, class_of, kind_of, skip_reason
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.ops.matmul import GEMMS
 from narrowgauge.recipes.spec import OPERAND_ROLES
@@ -91,7 +91,7 @@ def report(model: nn.Module) -> ConversionReport:
 
 
 def _row(name: str, module: nn.Module) -> Row | None:
-    label = type(module).__name__
+    label = class_of(module).__name__
     kind = kind_of(module)
     if isinstance(module, RecipeLayer) and module.recipe is not None:  # whatever was registered on it since
         backend = module.training_casts.describe(_device(module))
