@@ -154,7 +154,7 @@ def reduce(buffers: Tensor, numel: int, spec: CastSpec, divisor: int = 1) -> Ten
     """The sum over rows, in float32 and in their order, divided by `divisor`: float32 [numel]."""
     if spec.in_blocks:
         return wire.reduce(buffers, numel, _format(spec), divisor)
-    first, *others = buffers.contiguous().view(spec.format.dtype).unbind(0)
+    first, *others = buffers.contiguous().view(-1).view(spec.format.dtype).view(len(buffers), numel).unbind(0)
     total = first.to(torch.float32, copy=True)
     for row in others:
         total += row
