@@ -16,7 +16,7 @@ from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.recipes.fields import GradAccumulation
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.cast import FLOATING, HALF, cast_storage
-from narrowgauge.tensors.local import as_part_of, local
+from narrowgauge.tensors.local import as_part_of, is_plain, local
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 from narrowgauge.tensors.values import values_of
 
@@ -296,6 +296,6 @@ def _is_zero(grad: Tensor) -> bool:
 
 def _can_be_cast(grad: Tensor | None) -> bool:
     """False for what is cast already, sparse, of another class, or a part of a graph; DTensors go by their parts."""
-    if grad is None or type(part := local(grad)) is not Tensor or part.layout is not torch.strided:
+    if grad is None or not is_plain(part := local(grad)) or part.layout is not torch.strided:
         return False
     return grad.dtype in FLOATING and not grad.requires_grad

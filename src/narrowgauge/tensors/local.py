@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import NarrowgaugeError
 
 _MODULE = "torch.distributed.tensor"
+_FAKE = "torch._subclasses.fake_tensor"
 
 
 def is_distributed(t: Tensor) -> bool:
@@ -22,6 +23,11 @@ def is_distributed(t: Tensor) -> bool:
     if type(t) in (Tensor, nn.Parameter) or _MODULE not in sys.modules:
         return False
     return isinstance(t, sys.modules[_MODULE].DTensor)
+
+
+def is_plain(t: Tensor) -> bool:
+    """True for tensors of torch's own class, and for its stand-ins without memory, which simulations are made of."""
+    return type(t) in (Tensor, nn.Parameter) or (_FAKE in sys.modules and type(t) is sys.modules[_FAKE].FakeTensor)
 
 
 def local(t: Tensor) -> Tensor:
