@@ -6,6 +6,7 @@
 # HEAD       name or address of one of the machines, which all others reach; PORT of it is free
 # NODES      number of machines
 # PER_NODE   processes on each: one for each GPU, or one for each socket of a CPU
+# JOB        a name for this run, another one for each: after a restart `train` goes on with what it has begun
 # RESTARTS   how often torchrun starts all processes anew after one of them has failed
 # ADDRESS    this machine's own address, where its name does not lead the others to it; HEAD is then an address, too
 #
@@ -14,7 +15,7 @@
 set -euo pipefail
 : "${HEAD:?the name or address of one machine, the same on all}"
 : "${NODES:?the number of machines}"
-: "${PER_NODE:=1}" "${PORT:=29400}" "${RESTARTS:=3}"
+: "${PER_NODE:=1}" "${PORT:=29400}" "${RESTARTS:=3}" "${JOB:=narrowgauge}"
 
 own=()
 if [ -n "${ADDRESS:-}" ]; then
@@ -26,7 +27,7 @@ exec torchrun \
     --nproc-per-node "$PER_NODE" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$HEAD:$PORT" \
-    --rdzv-id narrowgauge \
+    --rdzv-id "$JOB" \
     --max-restarts "$RESTARTS" \
     "${own[@]}" \
     -m narrowgauge "$@"

@@ -31,12 +31,13 @@ def stubs(tmp_path):
     return tmp_path
 
 
-def run(script: str, stubs: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], stubs: Path, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        ["bash", str(FILES / script), *words], capture_output=True, text=True, cwd=ROOT,
-        env={"PATH": path, **environment},
-    )  # fmt: skip
+    return subprocess.run(words, capture_output=True, text=True, cwd=folder, env={"PATH": path, **environment})
+
+
+def run_script(script: str, stubs: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(["bash", str(FILES / script), *words], stubs, **environment)
 
 
 def check(words: list[str], nodes: int, per_node: int, endpoint: str):
@@ -48,6 +49,7 @@ def check(words: list[str], nodes: int, per_node: int, endpoint: str):
     command, *rest = asked.training_script_args
     assert command == "train"
     config = parse_arguments(rest).config
+    config.check()
     assert config.parallel.ranks == nodes * per_node
     return asked, config
 
@@ -61,7 +63,7 @@ def test_scripts_are_bash(script):
 
 def test_torchrun_is_started_with_what_the_machine_is_told(stubs):
     words = ("train", "--parallel.data", "2", "--parallel.shard", "2", "--recipe_fields", "{tf32: true}")
-    done = run("torchrun.sh", stubs, *words, HEAD="node0", NODES="2", PER_NODE="2")
+    done = run_script("torchrun.sh", stubs, *words, HEAD="node0", NODES="2", PER_NODE="2")
     assert done.stderr == ""
     asked, config = check(done.stdout.splitlines(), 2, 2, "node0:29400")
     assert asked.max_restarts == 3 and asked.local_addr is None and asked.rdzv_conf == ""
@@ -70,54 +72,95 @@ def test_torchrun_is_started_with_what_the_machine_is_told(stubs):
 
 @pytest.mark.parametrize("own, hosts", [("10.0.0.1", "true"), ("10.0.0.2", "false")])
 def test_a_machine_with_an_address_of_its_own_says_whether_all_meet_there(stubs, own, hosts):
-    done = run("torchrun.sh", stubs, "train", "--parallel.data", "2", HEAD="10.0.0.1", NODES="2", ADDRESS=own)
+    done = run_script("torchrun.sh", stubs, "train", "--parallel.data", "2", HEAD="10.0.0.1", NODES="2", ADDRESS=own)
     asked, _ = check(done.stdout.splitlines(), 2, 1, "10.0.0.1:29400")
     assert asked.local_addr == own and asked.rdzv_conf == f"is_host={hosts}"
 
 
 @pytest.mark.parametrize("given", [{"HEAD": "node0"}, {"NODES": "2"}])
 def test_a_value_that_is_missing_is_named(stubs, given):
-    done = run("torchrun.sh", stubs, "train", **given)
+    done = run_script("torchrun.sh", stubs, "train", **given)
     assert done.returncode != 0 and done.stdout == ""
     assert {"HEAD", "NODES"} - set(given) == {name for name in ("HEAD", "NODES") if f" {name}:" in done.stderr}
 
 
-def test_slurm_starts_one_torchrun_a_node_and_one_process_a_gpu(stubs):
+def slurm_options() -> dict[str, str]:
     lines = (FILES / "slurm.sbatch").read_text().splitlines()
-    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
-    nodes, gpus, cpus = (int(options[name]) for name in ("nodes", "gpus-per-node", "cpus-per-task"))
-    assert options["ntasks-per-node"] == "1" and "requeue" in options
-    slurm = {
-        "SLURM_JOB_ID": "31337", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_GPUS_ON_NODE": str(gpus), "SLURM_CPUS_PER_TASK": str(cpus),
+    return dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
+
+
+def slurm(stubs: Path, folder: Path) -> list[str]:
+    """What torchrun is told on a node, with the job's working directory `folder`."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    options = slurm_options()
+    environment = {
+        "SLURM_JOB_ID": "31337", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": options["nodes"],
+        "SLURM_GPUS_ON_NODE": options["gpus-per-node"], "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
     }  # fmt: skip
-    done = run("slurm.sbatch", stubs, **slurm)
-    assert done.stderr == ""
-    _, config = check(done.stdout.splitlines(), nodes, gpus, f"node7:{20000 + 31337 % 20000}")
+    done = run(["bash", str(FILES / "slurm.sbatch")], stubs, folder, **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_slurm_starts_one_torchrun_a_node_and_one_process_a_gpu(stubs, tmp_path):
+    options = slurm_options()
+    nodes, gpus = int(options["nodes"]), int(options["gpus-per-node"])
+    assert options["ntasks-per-node"] == "1" and "requeue" in options
+    asked, config = check(slurm(stubs, tmp_path), nodes, gpus, f"node7:{20000 + 31337 % 20000}")
     assert config.parallel.shard == gpus  # within a node: the fast links
-    assert config.name == "slurm-31337"
+    assert config.name == asked.rdzv_id == "slurm-31337"
 
 
-def test_kubernetes_gives_every_pod_a_name_and_its_part():
+def test_a_requeued_slurm_job_goes_on_with_its_run(stubs, tmp_path):
+    (tmp_path / "runs" / "slurm-31337").mkdir(parents=True)
+    (tmp_path / "runs" / "slurm-31337" / "config.yaml").touch()
+    asked = get_args_parser().parse_args(slurm(stubs, tmp_path))
+    assert asked.training_script_args == ["resume", "runs/slurm-31337"]
+
+
+def kubernetes() -> tuple[dict, dict]:
     service, job = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text())
     assert (service["kind"], job["kind"]) == ("Service", "Job")
+    return service, job
+
+
+def pod_says(stubs: Path, folder: Path) -> list[str]:
+    """What torchrun is told in a pod whose volume is `folder`."""
+    (container,) = kubernetes()[1]["spec"]["template"]["spec"]["containers"]
+    words = [word.replace("/shared/", f"{folder}/") for word in (*container["command"], *container["args"])]
+    done = run(words, stubs, folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_kubernetes_gives_every_pod_a_name_and_its_part(stubs, tmp_path):
+    service, job = kubernetes()
     headless, spec = service["spec"], job["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"]
     assert headless["selector"].items() <= spec["template"]["metadata"]["labels"].items()
-    assert spec["completionMode"] == "Indexed"
+    assert spec["completionMode"] == "Indexed" and pod["restartPolicy"] == "OnFailure"
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert container["command"] == ["torchrun"]
     nodes, gpus = spec["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
     assert spec["parallelism"] == nodes  # all pods at once
     port = headless["ports"][0]["port"]
     # what an indexed job calls its first pod, in the service's domain
     endpoint = f"{job['metadata']['name']}-0.{pod['subdomain']}:{port}"
-    _, config = check(container["args"], nodes, gpus, endpoint)
+    asked, config = check(pod_says(stubs, tmp_path), nodes, gpus, endpoint)
+    # a decision between train and resume is one for all pods only where they all start anew
+    assert asked.max_restarts == 0
+    assert config.path == tmp_path / "runs" / "kubernetes"
     assert [p["containerPort"] for p in container["ports"]] == [port]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-    assert Path(config.runs_dir).is_relative_to(mounts["shared"]) and mounts["memory"] == "/dev/shm"
-    assert all(isinstance(word, str) for word in container["args"])
+    assert mounts == {"shared": "/shared", "memory": "/dev/shm"}
     assert all(isinstance(variable["value"], str) for variable in container["env"])
+
+
+def test_pods_that_are_started_again_go_on_with_their_run(stubs, tmp_path):
+    run_folder = tmp_path / "runs" / "kubernetes"
+    run_folder.mkdir(parents=True)
+    (run_folder / "config.yaml").touch()
+    asked = get_args_parser().parse_args(pod_says(stubs, tmp_path))
+    assert asked.training_script_args == ["resume", str(run_folder)]
