@@ -112,9 +112,35 @@ def test_float32_is_as_one_process(sizes: dict[str, int], schedule: str, sequenc
     assert {name for each in found for name in each[3]} == expected.keys()
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}, {"shard": 2}])
-def test_8_bits_are_near_one_process(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [({"data": 2}, "1f1b"), ({"data": 2}, "zero_bubble"), ({"tensor": 2}, "1f1b"), ({"shard": 2}, "1f1b")],
+)
+def test_8_bits_are_near_one_process(sizes: dict[str, int], schedule: str) -> None:
     loss, again, norm, _ = _one_process("narrow8")
-    for each in run(4, _run, sizes, "1f1b", "narrow8", timeout_s=180):
+    for each in run(4, _run, sizes, schedule, "narrow8", timeout_s=180):
         assert each[0] == pytest.approx(loss, rel=2.0**-8) and each[1] == pytest.approx(again, rel=2.0**-7)
         assert each[2] == pytest.approx(norm, rel=0.03)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_weight_gradients_of_parted_layers_can_be_put_off(sequence: bool) -> None:
+    plain = run(4, _run, {"tensor": 2}, "1f1b", "narrow8", sequence, timeout_s=180)
+    put_off = run(4, _run, {"tensor": 2}, "zero_bubble", "narrow8", sequence, timeout_s=180)
+    for expected, found in zip(plain, put_off, strict=True):
+        assert found[:3] == expected[:3] and found[3].keys() == expected[3].keys()
+        assert all(torch.equal(grad, expected[3][name]) for name, grad in found[3].items())
+
+
+def _sharded_zero_bubble() -> str:
+    try:
+        _run({"shard": 2}, "zbv", "fp32")
+    except ng.ConversionError as error:
+        return str(error)
+    return ""
+
+
+def test_putting_off_the_gradients_of_shards_is_refused() -> None:
+    assert all(
+        "use schedule '1f1b' or 'interleaved' with shards" in message for message in run(4, _sharded_zero_bubble)
+    )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.distributed import layout, pipeline_of, split_pipeline
-from narrowgauge.distributed.pipeline_schedule import SCHEDULES
+from narrowgauge.distributed.pipeline_schedule import SCHEDULES, own_errors
 from narrowgauge.distributed.stages import gpt_costs, partition
 from narrowgauge.models.gpt import GPT
 
@@ -221,3 +221,17 @@ def _copied() -> tuple[bool, bool, float]:
 @pytest.mark.multiproc
 def test_a_copy_of_a_stage_belongs_to_no_pipeline() -> None:
     assert all(found[:2] == (True, True) for found in run(2, _copied))
+
+
+def _failing(error: Exception) -> None:
+    try:
+        raise error
+    except Exception as cause:
+        raise RuntimeError("torch: failed to run forward") from cause
+
+
+def test_errors_within_a_stage_keep_their_kind() -> None:
+    with pytest.raises(ng.DataError, match="too long"), own_errors():
+        _failing(ng.DataError("too long"))
+    with pytest.raises(RuntimeError, match="failed to run forward"), own_errors():
+        _failing(ValueError("of a part"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed import codec, pipeline_schedule, wire
+from narrowgauge.distributed import codec, pipeline_schedule, sharding, wire
 from narrowgauge.distributed.boundary import ROLE, Boundary
 from narrowgauge.distributed.layout import Layout, attach
 from narrowgauge.distributed.pipeline_run import Places, Shape, StageRun, forward_only, learn_shapes, tokens_of
@@ -26,7 +25,7 @@ from narrowgauge.distributed.stages import (
     partition,
 )
 from narrowgauge.distributed.tied import tie_of
-from narrowgauge.errors import ConfigError, ConversionError, NarrowgaugeError
+from narrowgauge.errors import ConfigError, ConversionError
 from narrowgauge.layers.convert import device_of, keep_candidates
 from narrowgauge.layers.gradients import accumulate
 from narrowgauge.models.gpt import GPT
@@ -161,7 +160,7 @@ class Pipeline:
             stage.side, stage.tokens = side, tokens_of(inputs)
         reads = [inputs] if any(span.is_first for span in self.model.spans) else []
         last = {"target": targets, "targets": targets} if any(span.is_last for span in self.model.spans) else {}
-        with accumulate(self.model), _own_errors():
+        with accumulate(self.model), pipeline_schedule.own_errors():
             schedule.step(*reads, return_outputs=False, **last)
             if self.tie is not None:
                 self.tie.sum_gradients(self.table, self.spec_of("grad_comm", self.table))
@@ -207,6 +206,11 @@ class Pipeline:
         if not batches:
             raise ConfigError("expected at least one micro-batch, found none")
         self.schedule.check_micro_batches(len(batches), self.layout.size("pipeline"))
+        if self.schedule.puts_off and sharding.is_sharded(self.model):
+            raise ConversionError(
+                f"schedule '{self.schedule.name}' takes weight gradients after torch's FSDP2 has reduced those that "
+                "were there: use schedule '1f1b' or 'interleaved' with shards, or replicas, parallel.data, with this"
+            )
         shapes = list(dict.fromkeys((tuple(x.shape), tuple(y.shape)) for x, y in batches))
         if len(shapes) > 1:
             raise ConversionError(
@@ -285,17 +289,3 @@ def adopt(model: nn.Module, recipe: Recipe) -> None:
     found = pipeline_of(model)
     if found is not None:
         found.adopt(recipe)
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Our errors as they were raised, in place of those that torch's schedules make of them."""
-    try:
-        yield
-    except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, NarrowgaugeError):
-                raise cause from error
-            cause = cause.__cause__
-        raise

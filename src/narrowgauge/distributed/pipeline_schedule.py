@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, pipelining
 
 from narrowgauge.distributed.stages import Span
-from narrowgauge.errors import ConfigError, closest
+from narrowgauge.errors import ConfigError, NarrowgaugeError, closest
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,17 @@ def make(schedule: Schedule, stages: list[Any], micro_batches: int, loss: Callab
     """torch's schedule over this rank's stages. loss: of what the last stage gives and the targets."""
     stage = stages if schedule.several else stages[0]
     return schedule.kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Our errors as they were raised, in place of those that torch's schedules make of them."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, NarrowgaugeError):
+                raise cause from None
+            cause = cause.__cause__
+        raise
