@@ -234,6 +234,7 @@ def test_gathered_codes_are_freed() -> None:
         assert all(counts == settled[0] for counts in settled), steps
         without_grad, after_forward, after_backward, after_step = settled[0]
         gathered = 2 * layer  # at most two layers' weights
+        assert after_step == 8 * layer // 2  # this rank's second moments, of uint8
         assert without_grad - after_step <= gathered
         # inputs that wait for backward, 8 of 8 x 64, and at most two layers' weights
         assert 8 * 8 * 64 <= after_forward - after_step <= 8 * 8 * 64 + gathered
