@@ -9,7 +9,17 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowgauge.distributed import codec, counting, partition, pipeline, replicas, sharding, tensor_parallel
+from narrowgauge.distributed import (
+    agreement,
+    codec,
+    counting,
+    partition,
+    pipeline,
+    replicas,
+    sharding,
+    tensor_parallel,
+)
+from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.layers import delayed, fp8_loading, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
@@ -89,6 +99,9 @@ def prepare(
             "it, or prepare by one of its recipes, recipe.at(steps)"
         )
     check_supported(recipe)
+    deciding = counting.deciding(model)
+    if isinstance(deciding, GroupReducer):
+        agreement.check_prepared(model, recipe, deciding.group)
     pipeline.adopt(model, recipe)
     tensor_parallel.take_up(model, recipe)
     stored, optimizer = _store(model, optimizer, recipe, offload)  # type: ignore[assignment]

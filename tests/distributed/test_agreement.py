@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import tiny_gpt
 from ranks import run
@@ -107,7 +108,7 @@ def test_versions_are_compared():
 
 def test_a_rank_that_does_not_come_is_named_within_the_time_out():
     (told, seconds), _ = run(2, with_one_missing)
-    assert "rank 1 did not come" in told and "within 0.5 s" in told
+    assert "rank 1 of 2 did not come" in told and "within 0.5 s" in told
     assert 0.5 <= seconds < 1.4
 
 
@@ -122,3 +123,20 @@ def test_one_process_agrees_with_itself():
 )
 def test_lists_of_ranks_are_short(ranks_, text):
     assert agreement.ranks_text(ranks_) == text
+
+
+def prepared_by(names: list[str], members: list[int]) -> str:
+    """What `prepare` says on each rank; ranks that are no members make a model of their own meanwhile."""
+    group = dist.new_group(members)
+    model = tiny_gpt()
+    if dist.get_rank() in members:
+        model = ng.distributed.data_parallel(model, group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return message(lambda: ng.prepare(model, optimizer, names[dist.get_rank()]))
+
+
+def test_prepare_compares_the_recipes_of_the_ranks_that_train_together():
+    told = run(3, prepared_by, ["narrow8", "fp32", "fp8_current"], [0, 2])
+    assert told[1] == "none" and told[0] == told[2]
+    assert "  recipe.name: narrow8 on rank 0; fp8_current on rank 2" in told[0].splitlines()
+    assert run(2, prepared_by, ["narrow8", "narrow8"], [0, 1]) == ["none"] * 2

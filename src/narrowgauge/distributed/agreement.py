@@ -24,7 +24,7 @@ from narrowgauge.distributed.meeting_point import has_peers, meeting_point
 from narrowgauge.errors import ProcessError
 from narrowgauge.recipes.spec import FIELDS, Recipe
 
-START_S = 300.0  # a rank may still read data or build its model when the first one is there
+START_S = 600.0  # a rank may still read data or build its model when the first one is there; NCCL waits as long
 EVERYONE = ""
 MOST_NAMED = 8  # fields that differ, in one message
 _POLL_S = 0.02
@@ -33,11 +33,13 @@ Facts = Mapping[str, Mapping[str, Any]]  # scope -> field -> value, fit for JSON
 Groups = dict[str, dict[str, list[int]]]  # scope -> digest -> the ranks that have it
 
 
-def check_prepared(model: nn.Module, recipe: Recipe, timeout_s: float = START_S) -> None:
-    """Raise ProcessError where the ranks prepare by different recipes, models, layouts or versions.
+def check_prepared(
+    model: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None = None, timeout_s: float = START_S
+) -> None:
+    """Raise ProcessError where the ranks of a group prepare by different recipes, models, layouts or versions.
 
-    Called by all ranks alike. Parameters and buffers are compared by name, shape, dtype and whether they are trained,
-    among the ranks of one pipeline stage; all else among all ranks.
+    Called by all of them alike; None: by all processes. Parameters and buffers are compared by name, shape, dtype and
+    whether they are trained, among the ranks of one pipeline stage; all else among all ranks.
     """
     found = layout_of(model)
     common = {
@@ -47,21 +49,23 @@ def check_prepared(model: nn.Module, recipe: Recipe, timeout_s: float = START_S)
         **{f"recipe.{field}": str(getattr(recipe, field)) for field in FIELDS},
     }
     stage = 0 if found is None else found.rank("pipeline")
-    check({EVERYONE: common, f"stage {stage}": _facts_of(model)}, timeout_s)
+    check({EVERYONE: common, f"stage {stage}": _facts_of(model)}, group, timeout_s)
 
 
-def check(facts: Facts, timeout_s: float = START_S) -> None:
+def check(facts: Facts, group: dist.ProcessGroup | None = None, timeout_s: float = START_S) -> None:
     """Raise one ProcessError on every rank where facts differ, with fields, values and ranks, or a rank is missing.
 
     facts: fields and their values by scope. A scope is compared among the ranks that have it: EVERYONE, or e.g. a
-    pipeline stage. A collective call, on every rank in the same order; within one process, or where one stands for many
-    (torch's "fake" backend), it does nothing. timeout_s: how long the others may take to come.
+    pipeline stage. group: whose ranks compare; None: all processes. A collective call, on every rank of the group in
+    the same order; within one process, or where one stands for many (torch's "fake" backend), it does nothing.
+    timeout_s: how long the others may take to come.
     """
     if not has_peers():
         return
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    # the others wait for rank 0 while it waits twice: for digests, and for facts
-    store = meeting_point("agreement", 3 * timeout_s)
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
+    first = rank == ranks[0]
+    # the others wait for the first while it waits twice: for digests, and for facts
+    store = meeting_point(f"agreement/{'everyone' if group is None else group.group_name}", 3 * timeout_s)
     # every rank makes the same calls in the same order: each has keys of its own
     store = dist.PrefixStore(str(store.add(f"calls/{rank}", 1)), store)
     plain = {scope: dict(fields) for scope, fields in facts.items()}
@@ -69,15 +73,15 @@ def check(facts: Facts, timeout_s: float = START_S) -> None:
     store.set(f"digests/{rank}", json.dumps(digests))
     groups: Groups = {}
     verdict = ""
-    if rank == 0:
-        verdict = _missing(store, "digests", range(ranks), timeout_s)
-        groups = {} if verdict else _groups(_read(store, "digests", range(ranks)))
+    if first:
+        verdict = _missing(store, "digests", ranks, timeout_s)
+        groups = {} if verdict else _groups(_read(store, "digests", ranks))
         # one rank speaks for all with its digest
         store.set("asked", json.dumps([members[0] for scope in groups.values() for members in scope.values()]))
     asked = set(json.loads(store.get("asked")))
     if rank in asked:
         store.set(f"facts/{rank}", json.dumps(plain))
-    if rank == 0:
+    if first:
         verdict = verdict or _missing(store, "facts", asked, timeout_s)
         verdict = verdict or _differences(groups, _read(store, "facts", asked))
         store.set("verdict", verdict)
@@ -111,8 +115,8 @@ def _missing(store: dist.Store, key: str, ranks: Iterable[int], timeout_s: float
     while waiting := [rank for rank in waiting if not store.check([f"{key}/{rank}"])]:
         if time.monotonic() > end_s:
             return (
-                f"expected all {dist.get_world_size()} processes within {timeout_s:g} s to compare what they run, "
-                f"{ranks_text(waiting)} did not come: look into the log of {'it' if len(waiting) == 1 else 'each'}, "
+                f"expected all processes within {timeout_s:g} s to compare what they run, {ranks_text(waiting)} of "
+                f"{dist.get_world_size()} did not come: look into the log of {'it' if len(waiting) == 1 else 'each'}, "
                 "and see that every process was started with the same command"
             )
         time.sleep(_POLL_S)
