@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 CONTROL = "control"  # amax values, norms, flags: what is neither a gradient nor a parameter nor an activation
 
@@ -52,7 +53,30 @@ class Count:
         return sum(row.bytes for row in self.rows if row.role == role)
 
 
-SINCE_STEP = Count()  # since the last optimizer step of this process, for the ledger
+class _StepCount(Count):
+    """Collectives of the optimizer step under way, or of the one just ended until the next communicates.
+
+    Torch's hook on all optimizers tells where one ends; it is there from the first collective on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches = self._has_ended = False
+
+    def add(self, role: str, collective: str, dtype: torch.dtype, sent_bytes: int) -> None:
+        if not self._watches:
+            register_optimizer_step_post_hook(self._end)
+            self._watches = True
+        if self._has_ended:
+            self.clear()
+            self._has_ended = False
+        super().add(role, collective, dtype, sent_bytes)
+
+    def _end(self, *args: object) -> None:
+        self._has_ended = True
+
+
+SINCE_STEP = _StepCount()  # for the ledger
 _counts: list[Count] = [SINCE_STEP]
 
 

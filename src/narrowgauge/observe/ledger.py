@@ -14,6 +14,7 @@ from narrowgauge.layers.delayed import is_state_name
 from narrowgauge.tensors.local import local
 
 ACTIVATION = "activation"
+WIRE = "wire"
 SCALING = "scaling"  # delayed scaling's histories and scales
 BUFFER = "buffer"
 KEYS = ("parameters", "bytes", "bytes_per_parameter", "bytes_by_device")  # of `Ledger.to_dict`
@@ -28,6 +29,7 @@ class Ledger:
     roles: role -> bytes, in the design's order of roles; a role without bytes is left out. Storage that two roles share
     is counted once, for the first. parameters: number of parameters, shared ones once. activation: bytes saved for one
     backward pass, where they were measured: they follow the batch, not the parameters, and are not in `total`.
+    wire: bytes that this rank has sent to other ranks, see `ledger`; None for one process; they are not in `total`.
     devices: the same bytes as `roles` by device, e.g. moments on "cpu" under offload beside parameters on "cuda:0".
     """
 
@@ -35,6 +37,7 @@ class Ledger:
     parameters: int
     activation: int | None = None
     devices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    wire: int | None = None
 
     @property
     def total(self) -> int:
@@ -47,12 +50,13 @@ class Ledger:
         return self.total / self.parameters if self.parameters else 0.0
 
     def rows(self) -> list[tuple[str, int, float]]:
-        """(role, bytes, bytes a parameter), the total and the activations at the end."""
+        """(role, bytes, bytes a parameter), the total, the activations and what was sent at the end."""
         count = max(self.parameters, 1)
         rows = [(role, size, size / count) for role, size in self.roles.items()]
         rows.append(("total", self.total, self.per_parameter))
-        if self.activation is not None:
-            rows.append((ACTIVATION, self.activation, self.activation / count))
+        for role, size in ((ACTIVATION, self.activation), (WIRE, self.wire)):
+            if size is not None:
+                rows.append((role, size, size / count))
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +72,7 @@ class Ledger:
         lines = [f"{'role':<14} {'bytes':>15} {'a parameter':>12}" + "".join(f" {f'on {d}':>15}" for d in places)]
         for role, size, share in self.rows():
             on = [sum(roles.values()) if role == "total" else roles.get(role, 0) for roles in places.values()]
-            there = "" if role == ACTIVATION else "".join(f" {part:>15,}" for part in on)
+            there = "" if role in (ACTIVATION, WIRE) else "".join(f" {part:>15,}" for part in on)
             lines.append(f"{role:<14} {size:>15,} {share:>12.3f}{there}")
         return "\n".join(lines)
 
@@ -81,7 +85,8 @@ def ledger(
     Gradients count where `.grad` is there: call it between backward and `zero_grad`; released ones take nothing. States
     count once there are some: after the first step. activation: bytes measured by `SavedActivations`, if any. A
     QuantizedTensor or PackedTensor counts with all that it holds, scales and amax among it; a view with the whole
-    storage that it keeps alive.
+    storage that it keeps alive. wire: what this rank has sent in the step under way; right after `optimizer.step()`, in
+    the one just ended.
     """
     counter = _Counter()
     parameters = list(model.parameters())
@@ -97,7 +102,16 @@ def ledger(
                     counter.add(_STATE_ROLES.get(str(key), str(key)), value)
     for name, buffer in model.named_buffers():
         counter.add(SCALING if is_state_name(name.rpartition(".")[2]) else BUFFER, buffer)
-    return Ledger(counter.roles(), sum(p.numel() for p in parameters), activation, counter.by_device)
+    return Ledger(counter.roles(), sum(p.numel() for p in parameters), activation, counter.by_device, _sent_bytes())
+
+
+def _sent_bytes() -> int | None:
+    """Bytes sent in the step under way, or the one just ended; None for one process."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from narrowgauge.distributed.wire import SINCE_STEP  # loads much of torch.distributed
+
+    return SINCE_STEP.bytes
 
 
 class SavedActivations(saved_tensors_hooks):
