@@ -210,3 +210,21 @@ def _stale(written: str) -> bool:
 @pytest.mark.parametrize("written", ["by torch", "by an optimizer", "in place, locally"])
 def test_scales_follow_the_weights(written: str) -> None:
     assert run(2, _stale, written) == [True, True]
+
+
+def _self_rolled() -> tuple[list[float], bool]:
+    """The delayed scales of a layer that no optimizer rolls, and whether they are those of one process."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    one, two = (_model(_recipe("fp8_delayed"), kind, kind is not None) for kind in (None, "column"))
+    x, grad = _values(2, TOKENS, IN, seed=1), _values(2, TOKENS, OUT, seed=2)
+    for _ in range(2):
+        _casts(one, x, grad)
+        _casts(two, _part(x, -2, rank, ranks), _part(grad, -1, rank, ranks))
+    names = [f"{role}_quant_scale" for role in ("input", "weight", "grad_output")]
+    found, expected = ([float(model.layer.get_buffer(name)) for name in names] for model in (two, one))  # type: ignore[union-attr,operator]
+    return found, found == expected
+
+
+def test_a_layer_that_rolls_by_itself_takes_the_scales_of_the_whole() -> None:
+    (first, same), (second, also_same) = run(2, _self_rolled)
+    assert first == second and same and also_same and all(scale != 1.0 for scale in first)

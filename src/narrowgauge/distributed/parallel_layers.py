@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.distributed.activations import enter, gather, leave, scatter
+from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.distributed.sections import Sections
 from narrowgauge.distributed.tensor_group import TensorGroup
 from narrowgauge.errors import DataError
@@ -31,6 +32,11 @@ class PartedParameters:
     def __init__(self, group: TensorGroup, sections: dict[str, Sections]) -> None:
         self.group = group
         self.sections = sections
+
+    @property
+    def reducer(self) -> GroupReducer:
+        """Over the ranks that hold the parts."""
+        return self.group.reducer
 
     @torch.no_grad()
     def load(self, layer: nn.Module, name: str, whole: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.distributed import codec, collectives
+from narrowgauge.layers.gradient_hooks import will_accumulate
 from narrowgauge.numerics.formats import FP32
 from narrowgauge.recipes.spec import CastSpec, Recipe
 
@@ -117,18 +118,10 @@ class _Part(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         p, sums, round_, unit = ctx.arguments
-        if not _accumulates(p):  # torch.autograd.grad asks for the gradient itself
+        if not will_accumulate(p):  # torch.autograd.grad asks for the gradient itself
             return sums.summed([grad])[0].to(ctx.dtype), None, None, None, None
         sums.take(p, grad, round_, unit)
         return None, None, None, None, None
-
-
-def _accumulates(p: Tensor) -> bool:
-    node = torch.autograd.graph.get_gradient_edge(p).node
-    try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
-    except RuntimeError:  # torch refuses to answer for a leaf whose gradient is asked for
-        return False
 
 
 def _units_of(model: nn.Module) -> dict[nn.Module, int]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from narrowgauge.distributed import tensor_group, tensor_plan
 from narrowgauge.distributed.layout import Layout, attach
@@ -188,6 +187,8 @@ def _part(
 
 
 def _distributed(p: nn.Parameter, sections: Sections, group: TensorGroup) -> nn.Parameter:
+    from torch.distributed.tensor import DTensor, Shard  # who has no such tensors need not wait for its import
+
     own = sections.take(p.detach(), group.rank)
     whole = DTensor.from_local(
         own,

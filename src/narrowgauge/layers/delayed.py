@@ -62,6 +62,11 @@ class DelayedState(nn.Module):
     weight: Tensor
 
     @property
+    def amax_reducer(self) -> Reducer:
+        """Over processes that hold parts of the layer, where it rolls by itself."""
+        return SINGLE_PROCESS
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """() for one state; (experts,) where each expert has its own."""
         return ()
@@ -230,7 +235,7 @@ def roll_before_forward(layer: DelayedState) -> None:
     if "grad_output" in layer.delayed_rules:
         # a backward leaves the amax of grad_output in its live slot, NaN included
         pending = pending & (_history(layer, "grad_output")[..., 0] != 0)
-    _roll_on_device([layer], pending.view(-1), SINGLE_PROCESS)
+    _roll_on_device([layer], pending.view(-1), layer.amax_reducer)
 
 
 def clear(layers: Iterable[DelayedState]) -> None:

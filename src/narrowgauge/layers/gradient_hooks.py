@@ -127,7 +127,7 @@ class KeptGradient:
         home = self.home()
         p = None if home is None else home.parameter
         self.adds = False
-        if p is not None and p.grad is not None and _will_accumulate(p):
+        if p is not None and p.grad is not None and will_accumulate(p):
             if self.sink is not None and self.sink.sets_aside and not self.depth:
                 self.set_aside(p)
             elif self.is_cast:
@@ -279,7 +279,7 @@ def set_grad_dtype(p: Tensor, dtype: torch.dtype) -> None:
     p.grad = None if grad is None else grad.to(dtype)
 
 
-def _will_accumulate(p: Tensor) -> bool:
+def will_accumulate(p: Tensor) -> bool:
     """False where the backward under way is torch.autograd.grad, which leaves `.grad` alone."""
     node = torch.autograd.graph.get_gradient_edge(p).node
     try:

@@ -11,6 +11,7 @@ from narrowgauge.layers.parted import Parted
 from narrowgauge.layers.recipe_layer import RecipeLayer, check_operands, output_dtype
 from narrowgauge.ops.linear import linear
 from narrowgauge.ops.parted import WHOLE, Parting
+from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer
 from narrowgauge.tensors.local import local
 
 
@@ -25,6 +26,11 @@ class Linear(RecipeLayer, nn.Linear):
     """
 
     parted: Parted | None = None
+
+    @property
+    def amax_reducer(self) -> Reducer:
+        """Over processes that hold parts of the layer, where it rolls by itself."""
+        return SINGLE_PROCESS if self.parted is None else self.parted.reducer
 
     @property
     def shares_input(self) -> bool:

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from narrowgauge.ops.reduce import Reducer
+
 
 class Parted(Protocol):
     """Runs a layer of which this process has a part of the features, heads or vocabulary.
@@ -13,6 +15,11 @@ class Parted(Protocol):
     As `layer.parted`, of a Linear or an Embedding whose weight is a DTensor. The layer's own sizes, such as
     `in_features`, are those of the whole.
     """
+
+    @property
+    def reducer(self) -> Reducer:
+        """Over the processes that hold parts of the layer."""
+        ...
 
     def run(self, layer: Any, x: Tensor) -> Tensor:
         """The forward: what goes in and comes out, whole or in parts, is up to the place of the layer in its model."""
