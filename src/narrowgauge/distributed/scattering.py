@@ -52,6 +52,8 @@ class ModuleTraffic:
 
     def reduces(self, parameter: Reduced) -> None:
         """A parameter's gradient is to be reduced; those that were announced before it stand before it."""
+        if parameter in self._reduced:  # the reduction before did not come here: an error, or a group of one rank
+            self._reduced.clear()
         self._reduced.append(parameter)
 
     def count_gather(self, ranks: int) -> None:
