@@ -100,11 +100,15 @@ def measure_peak(name: str, shape: str) -> dict[str, Any]:
     return {"peak_bytes": resident_bytes("VmHWM") - before}
 
 
+def environment() -> dict[str, str]:
+    """Of a process whose memory is measured."""
+    # glibc raises its threshold while a program runs, and then keeps what was freed: for all contenders it stays
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+
+
 def in_fresh_process(kind: str, name: str, shape: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--measure", kind, name, shape]
-    # glibc raises its threshold while a program runs, and then keeps what was freed: for all contenders it stays
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if done.returncode:
         raise SystemExit(f"{kind} of {name}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ from replicas import NARROW, SIDE, WIDE, expected_grad, prepared, values
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.distributed import data_parallel, gradients, reduction, wire
+from narrowgauge.distributed import buckets, data_parallel, reduction, wire
 from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.recipes.casts import WIRE
@@ -34,8 +34,8 @@ EVERY_FORMAT = {
 def _one_backward(recipe: str, bucket_values: int) -> dict[str, tuple[Tensor, Tensor]]:
     """By parameter: the gradient of this rank, and that which `prepare` left."""
     with (
-        mock.patch.object(gradients, "BUCKET_VALUES", bucket_values),
-        mock.patch.object(reduction, "BUCKET_VALUES", bucket_values),
+        mock.patch.object(buckets, "LEAST", bucket_values),
+        mock.patch.object(reduction, "WHOLE", bucket_values),
     ):
         return _one_backward_of(data_parallel(tiny_gpt()), recipe)
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from narrowgauge.distributed import codec
 from narrowgauge.recipes.spec import CastSpec
 
-BUCKET_VALUES = 1 << 22  # 4 MiB of codes: large against a collective's latency, small against a model's gradients
+# values of a bucket: enough of them to outweigh a collective's latency, and a small part of a model's gradients
+LEAST, MOST, OF_ALL = 1 << 18, 1 << 22, 1 / 32
 ALIGNMENT = 16  # bytes, of the rows within a part: any dtype of scales can be viewed there
 
 
@@ -54,8 +55,13 @@ class Bucket(NamedTuple):
                     yield rank, segment
 
 
-def plan(sizes: Sequence[int], specs: Sequence[CastSpec], ranks: int, bucket_values: int) -> list[Bucket]:
-    """Buckets of about `bucket_values` values for parameters of these sizes, in the order in which they are launched.
+def bucket_values(parameters: int) -> int:
+    """How many values a bucket holds, for a model of so many parameters."""
+    return min(MOST, max(LEAST, int(parameters * OF_ALL)))
+
+
+def plan(sizes: Sequence[int], specs: Sequence[CastSpec], ranks: int, most_values: int) -> list[Bucket]:
+    """Buckets of about `most_values` values for parameters of these sizes, in the order in which they are launched.
 
     sizes, specs: values of each parameter and how they travel, in the order in which gradients are expected. A larger
     parameter is spread over several buckets, an empty one is in none. Those of one spec share a bucket; it comes where
@@ -65,7 +71,7 @@ def plan(sizes: Sequence[int], specs: Sequence[CastSpec], ranks: int, bucket_val
     begun: dict[CastSpec, list[Piece]] = {}
     for parameter, (size, spec) in enumerate(zip(sizes, specs, strict=True)):
         unit = codec.block_of(spec)
-        most = max(bucket_values // unit, 1) * unit
+        most = max(most_values // unit, 1) * unit
         start = 0
         while start < size:
             pieces = begun.setdefault(spec, [])

@@ -163,7 +163,7 @@ def _start(bucket: dist.GradBucket, sink: DdpSink) -> _UnderWay:
     sizes = [grad.numel() for grad in found]
     buffer = bucket.buffer()
     reductions = []
-    for planned in plan(sizes, specs, dist.get_world_size(sink.group), bucket_values=sum(sizes) + 1):
+    for planned in plan(sizes, specs, dist.get_world_size(sink.group), most_values=sum(sizes) + 1):
         reduction = Reduction(planned, sink.group, buffer.device)
         for place, piece in enumerate(planned.pieces):
             reduction.put(place, found[piece.parameter].reshape(-1))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.distributed import codec
-from narrowgauge.distributed.buckets import BUCKET_VALUES, Bucket, plan
+from narrowgauge.distributed.buckets import Bucket, bucket_values, plan
 from narrowgauge.distributed.collectives import Group
 from narrowgauge.distributed.reduction import Reduction, Row, cast_values, wide_values
 from narrowgauge.errors import ConversionError, NarrowgaugeError
@@ -125,7 +125,7 @@ class GradientReducer:
     def _planned(self, parameters: list[nn.Parameter]) -> Plan:
         specs = [self.travels_as(p) for p in parameters]
         sizes = tuple(local(p).numel() for p in parameters)
-        buckets = plan(sizes, specs, dist.get_world_size(self.group), BUCKET_VALUES)
+        buckets = plan(sizes, specs, dist.get_world_size(self.group), bucket_values(sum(sizes)))
         places: list[list[tuple[int, int]]] = [[] for _ in sizes]
         for number, bucket in enumerate(buckets):
             for place, piece in enumerate(bucket.pieces):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.distributed import codec, wire
-from narrowgauge.distributed.buckets import ALIGNMENT, BUCKET_VALUES, Bucket
+from narrowgauge.distributed.buckets import ALIGNMENT, Bucket
 from narrowgauge.distributed.collectives import Group, start_gather
 from narrowgauge.numerics import kernels, philox, scaling
 from narrowgauge.numerics.scaling import ScaleRule
@@ -23,6 +23,7 @@ from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
 ROLE = "grad_comm"
+WHOLE = 1 << 18  # values of a parameter that are cast at once: 1 MiB in float32
 
 
 class Row(NamedTuple):
@@ -58,7 +59,9 @@ class Reduction:
         first = bucket.pieces[place].start
         for rank, segment in bucket.segments_of(place):
             row = values[segment.start - first : segment.start - first + segment.numel]
-            _write(self._sent[rank, self._head + segment.offset :], row, bucket.spec)
+            start = self._head + segment.offset
+            out = self._sent[rank, start : start + codec.wire_bytes(segment.numel, bucket.spec)]
+            codec.encode(row.unsqueeze(0), bucket.spec, _key_for(bucket.spec, row), out=out)
         self._sent[:, place] = 1
         self._here.add(place)
 
@@ -76,10 +79,10 @@ class Reduction:
         bucket, received = self.bucket, self._received
         mean = torch.zeros(bucket.part_bytes, dtype=torch.uint8, device=received.device)
         for segment in bucket.parts[dist.get_rank(self._group)]:
-            start = self._head + segment.offset
-            rows = received[:, start : start + codec.wire_bytes(segment.numel, bucket.spec)]
-            values = codec.reduce(rows, segment.numel, bucket.spec, self._ranks)
-            _write(mean[segment.offset :], values, bucket.spec)
+            size = codec.wire_bytes(segment.numel, bucket.spec)
+            rows = received[:, self._head + segment.offset :][:, :size]
+            out, key = mean[segment.offset :][:size], _key_for(bucket.spec, received)
+            codec.reduce_and_encode(rows, segment.numel, bucket.spec, self._ranks, key, out=out)
         self._users = received[:, : len(bucket.pieces)].clone()
         self._sent, self._received = mean, mean.new_empty(self._ranks * mean.numel())
         self._work = start_gather(self._received, mean, group=self._group, async_op=True)
@@ -104,18 +107,15 @@ class Reduction:
         return place in self._here or bool(self._users[:, place].any())
 
 
-def _write(to: Tensor, values: Tensor, spec: CastSpec) -> None:
-    """Encode flat values to the first bytes of `to`."""
-    key = philox.draw_key(values.device) if spec.is_stochastic else None
-    row = codec.encode(values.unsqueeze(0), spec, key)[0]
-    to[: row.numel()] = row
+def _key_for(spec: CastSpec, near: Tensor) -> Tensor | None:
+    return philox.draw_key(near.device) if spec.is_stochastic else None
 
 
 def wide_values(rows: Sequence[Row], sent: CastSpec, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The values of all rows of a parameter, in `dtype`. sent: the spec by which they travelled."""
     values = torch.empty(shape.numel(), dtype=dtype, device=rows[0].data.device)
     for row in rows:
-        values[row.start : row.start + row.numel] = _values_of(row, sent, dtype)
+        codec.decode(row.data.unsqueeze(0), row.numel, sent, out=values[row.start : row.start + row.numel])
     return values.view(shape)
 
 
@@ -123,7 +123,7 @@ def cast_values(
     rows: Sequence[Row], sent: CastSpec, shape: torch.Size, dtype: torch.dtype, spec: CastSpec
 ) -> QuantizedTensor:
     """`quantize(wide_values(...), spec)`, the same bits; of a large parameter without its wide values, row by row."""
-    by_rows = shape.numel() > BUCKET_VALUES and not spec.in_blocks and not spec.is_stochastic and spec.format.has_nan
+    by_rows = shape.numel() > WHOLE and not spec.in_blocks and not spec.is_stochastic and spec.format.has_nan
     if not by_rows or not isinstance(spec.scale, ScaleRule) or not spec.is_scaled:
         return quantize(wide_values(rows, sent, shape, dtype), spec)
     amax = scaling.tensor_amax(torch.stack([kernels.amax(_values_of(row, sent)) for row in rows]))
@@ -136,5 +136,5 @@ def cast_values(
     return QuantizedTensor(codes.view(shape), scaling.dequant_scale_of(quant_scale), spec, dtype, amax)
 
 
-def _values_of(row: Row, sent: CastSpec, dtype: torch.dtype = torch.float32) -> Tensor:
-    return codec.decode(row.data.unsqueeze(0), row.numel, sent, dtype)[0]
+def _values_of(row: Row, sent: CastSpec) -> Tensor:
+    return codec.decode(row.data.unsqueeze(0), row.numel, sent)[0]
