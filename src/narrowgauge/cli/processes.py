@@ -54,7 +54,16 @@ def process_group(config: TrainConfig) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout_s))
+    timeout = timedelta(seconds=config.parallel.timeout_s)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from narrowgauge.distributed.rendezvous import fresh_store
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, wanted, is_master=False, timeout=timeout)
+        store = fresh_store(store, rank(), wanted, config.parallel.timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank(), world_size=wanted, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
     try:
         yield
     finally:

@@ -15,7 +15,11 @@ from narrowgauge.train.run_folder import LAST_GOOD, LOCK, RunFolder
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a run's processes. name: the same for all attempts of it. restarts: attempts before this one."""
+    """One launch of a run's processes.
+
+    name: the same for all attempts of it. restarts: attempts before this one, as this machine's torchrun has counted
+    them: that of a machine whose processes did not fail stays 0, so it does not tell whether there were any.
+    """
 
     name: str
     restarts: int = 0
@@ -30,17 +34,20 @@ class Interrupted:
 
 
 def interrupted_run(config: TrainConfig, launch: Launch | None) -> Interrupted | None:
-    """What an earlier attempt of this launch began; None where this is the first attempt, or none began a run.
+    """What an earlier attempt of this launch began and did not end; None where there is no such run.
 
-    Only a folder that this launch made by the same configuration counts: where an earlier run has the name, the first
-    attempt and all others refuse alike.
+    Only a folder that this launch made by the same configuration counts: where another run has the name, the first
+    attempt and all others refuse alike. A run that has ended counts where processes are known to have been started
+    again, and then there is nothing left to do.
     """
-    if launch is None or not launch.restarts:
+    if launch is None:
         return None
     runs = Path(config.runs_dir)
     folders = [config.path] if config.name is not None else sorted(runs.iterdir()) if runs.is_dir() else []
     made = [RunFolder(path) for path in folders if _made_by(path, launch)]
     found = [folder for folder in made if folder.config.is_file() and _is_same(folder.read_config(), config)]
+    if not launch.restarts:
+        found = [folder for folder in found if folder.steps()[-1:] != [config.steps]]
     if not found:
         return None
     newest = max(found, key=lambda folder: folder.config.stat().st_mtime_ns)
