@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from models import batch, tiny_gpt
@@ -13,6 +15,7 @@ import narrowgauge as ng
 from narrowgauge.distributed import Pipeline, layout, split_pipeline
 from narrowgauge.models.gpt import GPT
 
+run = functools.partial(ranks.run, timeout_s=240.0)  # the first call may compile kernels
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_gpt
-from pipelines import SCHEDULES, batches, gradients, one_process_step, prepared, split
-from ranks import run
+from pipelines import SCHEDULES, batches, gradients, one_process_step, prepared, run, split
 from torch import Tensor
 
 import narrowgauge as ng

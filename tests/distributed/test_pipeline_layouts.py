@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, tiny_gpt
-from pipelines import one_process_step, prepared
-from ranks import run
+from pipelines import one_process_step, prepared, run
 from torch import Tensor
 
 import narrowgauge as ng
@@ -103,7 +102,7 @@ def _one_process(recipe: Any) -> tuple[float, float, float, dict[str, Tensor]]:
 )
 def test_float32_is_as_one_process(sizes: dict[str, int], schedule: str, sequence: bool) -> None:
     loss, again, norm, expected = _one_process("fp32")
-    found = run(4, _run, sizes, schedule, "fp32", sequence, timeout_s=180)
+    found = run(4, _run, sizes, schedule, "fp32", sequence)
     for each in found:
         assert each[0] == pytest.approx(loss, rel=1e-6) and each[1] == pytest.approx(again, rel=1e-5)
         assert each[2] == pytest.approx(norm, rel=1e-5)
@@ -118,15 +117,15 @@ def test_float32_is_as_one_process(sizes: dict[str, int], schedule: str, sequenc
 )
 def test_8_bits_are_near_one_process(sizes: dict[str, int], schedule: str) -> None:
     loss, again, norm, _ = _one_process("narrow8")
-    for each in run(4, _run, sizes, schedule, "narrow8", timeout_s=180):
+    for each in run(4, _run, sizes, schedule, "narrow8"):
         assert each[0] == pytest.approx(loss, rel=2.0**-8) and each[1] == pytest.approx(again, rel=2.0**-7)
         assert each[2] == pytest.approx(norm, rel=0.03)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_weight_gradients_of_parted_layers_can_be_put_off(sequence: bool) -> None:
-    plain = run(4, _run, {"tensor": 2}, "1f1b", "narrow8", sequence, timeout_s=180)
-    put_off = run(4, _run, {"tensor": 2}, "zero_bubble", "narrow8", sequence, timeout_s=180)
+    plain = run(4, _run, {"tensor": 2}, "1f1b", "narrow8", sequence)
+    put_off = run(4, _run, {"tensor": 2}, "zero_bubble", "narrow8", sequence)
     for expected, found in zip(plain, put_off, strict=True):
         assert found[:3] == expected[:3] and found[3].keys() == expected[3].keys()
         assert all(torch.equal(grad, expected[3][name]) for name, grad in found[3].items())

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import batch, tiny_config, tiny_gpt
-from pipelines import batches, gradients, prepared, split
-from ranks import run
+from pipelines import batches, gradients, prepared, run, split
 from torch import Tensor, nn
 
 import narrowgauge as ng

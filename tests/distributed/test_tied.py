@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_gpt
-from pipelines import batches, gradients, one_process_step, prepared, split
-from ranks import run
+from pipelines import batches, gradients, one_process_step, prepared, run, split
 from torch import Tensor
 
 import narrowgauge as ng
@@ -84,7 +83,7 @@ def test_the_gradient_is_that_of_one_process() -> None:
 
 
 def test_four_stages_have_two_copies() -> None:
-    found = run(4, _trained, "1f1b", "narrow8", timeout_s=180)
+    found = run(4, _trained, "1f1b", "narrow8")
     assert [each[3] for each in found] == [STEPS, 0, 0, STEPS]
     assert _equal(found[0][0], found[3][0])
 
