@@ -26,3 +26,12 @@ def test_the_parts_join_to_the_whole(sizes: tuple[int, ...], ranks: int, dim: in
     if len(sizes) == 1:  # as a DTensor's shards are
         expected = whole.chunk(ranks, dim=dim)
         assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=False))
+
+
+def test_ranges_of_a_dtensor_are_found_in_the_whole():
+    sections = Sections(0, (8, 4, 4), 2)
+    own_order = [at for rank in range(2) for begin, end in sections.ranges(rank) for at in range(begin, end)]
+    for begin in range(16):
+        for end in range(begin, 17):
+            found = [at for start, stop in sections.in_whole(begin, end) for at in range(start, stop)]
+            assert found == own_order[begin:end]

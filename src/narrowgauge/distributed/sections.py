@@ -32,6 +32,17 @@ class Sections:
             start += size
         return found
 
+    def in_whole(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Where in the whole the entries `begin` to `end` of a DTensor's own order are, rank after rank: the ranges in
+        that order, for what reads a DTensor's chunks, such as a checkpoint."""
+        found, at = [], 0
+        for start, stop in (each for rank in range(self.ranks) for each in self.ranges(rank)):
+            first, last = max(begin - at, 0), min(end - at, stop - start)
+            if first < last:
+                found.append((start + first, start + last))
+            at += stop - start
+        return found
+
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """The part of `rank`: a copy, so that the whole can be freed."""
         parts = [whole.narrow(self.dim, begin, end - begin) for begin, end in self.ranges(rank)]
