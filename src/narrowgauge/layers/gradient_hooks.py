@@ -61,10 +61,7 @@ class Sink(Protocol):
         ...
 
     def finish(self, completes: bool = True) -> None:
-        """The context has ended, and every gradient that there is was taken: see that all means come back.
-
-        completes: False where an error has ended it, and none was taken.
-        """
+        """The context has ended and all was taken: see that the means come back. completes: False after an error."""
         ...
 
 
@@ -93,7 +90,7 @@ class KeptGradient:
         self.warning = warning
         self.spec = spec
         self.sink = sink
-        self.is_cast = spec.is_scaled or spec.format.is_narrow
+        self.is_cast = is_cast(spec)
         self.is_stochastic = recipe.grad_accumulation is GradAccumulation.STOCHASTIC
         self.depth = 0
         self.adds = False
@@ -122,8 +119,10 @@ class KeptGradient:
         hooks.update(others)
 
     @unserializable_hook  # copies have hooks of their own, so torch need not warn
-    def before(self, grad: Tensor) -> None:
-        """Make room for an exact sum, where there is a gradient already."""
+    def before(self, grad: Tensor | None) -> None:
+        """Make room for an exact sum, where there is a gradient already. grad None: none is added."""
+        if grad is None:
+            return
         home = self.home()
         p = None if home is None else home.parameter
         self.adds = False
@@ -248,9 +247,9 @@ def _as_spec(q: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
     return QuantizedTensor(q.codes, q.dequant_scale, spec, q.dtype, q.amax)
 
 
-def is_cast(recipe: Recipe) -> bool:
+def is_cast(spec: CastSpec) -> bool:
     """True where gradients become QuantizedTensors; else they have another dtype at most."""
-    return recipe.grad.is_scaled or recipe.grad.format.is_narrow
+    return spec.is_scaled or spec.format.is_narrow
 
 
 def detach(p: Tensor) -> None:
