@@ -150,7 +150,7 @@ def _check(model: DistributedDataParallel, recipe: Recipe) -> None:
         raise ConversionError(
             "expected a DistributedDataParallel without mixed_precision: the recipe decides precision"
         )
-    if model.gradient_as_bucket_view and is_cast(recipe):
+    if model.gradient_as_bucket_view and is_cast(recipe.grad):
         raise ConversionError(
             f"recipe '{recipe.name}' keeps gradients as ({recipe.grad}), and DDP's are views of its wide buckets: "
             "build it with gradient_as_bucket_view=False"

@@ -140,7 +140,7 @@ class GradientReducer:
                 f"parameter '{self._name(p)}' has begun to require gradients since the model was prepared, and would "
                 "not be averaged over ranks: call narrowgauge.prepare again"
             )
-        stays = p.numel() < self._recipe.min_state_size or (is_cast(self._recipe) and not owner.is_cast)
+        stays = p.numel() < self._recipe.min_state_size or (is_cast(self._recipe.grad) and not owner.is_cast)
         return owner.spec if stays else codec.spec_of(self._recipe, "grad_comm")
 
     def _name(self, p: nn.Parameter) -> str:

@@ -137,7 +137,7 @@ class Gradients:
     @property
     def is_cast(self) -> bool:
         """As `gradient_hooks.is_cast`."""
-        return is_cast(self.recipe)
+        return is_cast(self.recipe.grad)
 
     def widen(self, p: nn.Parameter) -> None:
         """Let gradients of a parameter in 16 bits be as wide as the recipe's cast of them asks for."""
