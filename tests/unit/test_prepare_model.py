@@ -358,7 +358,7 @@ def test_float32_buffers_stay_float32_when_the_model_changes_dtype() -> None:  #
     ],
 )
 def test_scales_that_would_span_parts_of_ranks_cannot_travel(role: str, spec: CastSpec) -> None:
-    with pytest.raises(ng.RecipeError, match=rf"{role}=\(.*\): expected blocks along rows"):
+    with pytest.raises(ng.RecipeError, match=rf"{role}=\(.*\): .*expected"):
         ng.prepare(Tied(), None, ng.recipe("bf16", **{role: spec}))
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from narrowgauge.distributed.pipeline_schedule import schedule_named
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.optim.replace import needs_own
@@ -169,7 +168,10 @@ class TrainConfig:
     def _check_parallel(self) -> None:
         """Raise ConfigError where what runs on several processes does not go together."""
         parallel = self.parallel
-        schedule_named(parallel.schedule)
+        if parallel.schedule != ParallelConfig.schedule:
+            from narrowgauge.distributed.pipeline_schedule import schedule_named  # on first use: it loads torch's
+
+            schedule_named(parallel.schedule)
         if parallel.ranks == 1:
             return
         for key, refused in (
