@@ -25,9 +25,14 @@ def is_distributed(t: Tensor) -> bool:
     return isinstance(t, sys.modules[_MODULE].DTensor)
 
 
+def has_no_values(t: Tensor) -> bool:
+    """True for torch's stand-ins for plain tensors, with shapes but no memory, which simulations are made of."""
+    return _FAKE in sys.modules and type(t) is sys.modules[_FAKE].FakeTensor
+
+
 def is_plain(t: Tensor) -> bool:
-    """True for tensors of torch's own class, and for its stand-ins without memory, which simulations are made of."""
-    return type(t) in (Tensor, nn.Parameter) or (_FAKE in sys.modules and type(t) is sys.modules[_FAKE].FakeTensor)
+    """True for tensors of torch's own class, and for what stands for them in a simulation."""
+    return type(t) in (Tensor, nn.Parameter) or has_no_values(t)
 
 
 def local(t: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from narrowgauge.optim.kernels.items import parts_of, takes
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.update import Item
+from narrowgauge.tensors.local import has_no_values
 
 
 class Plan:
@@ -28,6 +29,8 @@ class Plan:
 
         The same bits as `update.update` of each. A tensor may be in one item only. key: as in `update.update`.
         """
+        if items and any(map(has_no_values, parts_of(items[0]))):
+            return []  # simulated: what the step would write has its place already
         on_cpu = [item for item in items if item.param.device.type == "cpu"]
         rest: list[Item] = []
         if on_cpu:
