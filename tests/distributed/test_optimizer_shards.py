@@ -289,6 +289,27 @@ def test_a_partial_gradient_is_summed_before_it_is_used() -> None:
     assert run(2, _partial_gradient) == [[[-3.0] * 8, pytest.approx(3 * 8**0.5)]] * 2
 
 
+def _average() -> tuple[bool, bool]:
+    """The average of the parts is the part of the average, whether a master completes them or not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, whole = nn.Module(), nn.Module()
+    stored = quantize(distribute_tensor(_values(0), mesh, [Shard(0)]).to_local(), ng.recipe("fp8_lm_o2").param)
+    model.weight = nn.Parameter(_distributed(stored, mesh, (Shard(0),), (ROWS, COLUMNS)))
+    whole.weight = nn.Parameter(stored.dequantize())
+    averages = [ng.optim.EMA(module, decay=0.5) for module in (model, whole)]
+    with torch.no_grad():
+        local(model.weight).copy_(stored.dequantize() * 2)
+        whole.weight.mul_(2)
+    for average in averages:
+        average.update()
+    found, expected = (average.averages["weight"] for average in averages)
+    return isinstance(found, DTensor), torch.equal(local(found), expected)
+
+
+def test_averages_are_kept_by_parts() -> None:
+    assert run(2, _average) == [(True, True)] * 2
+
+
 def _muon() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     whole = nn.Parameter(distribute_tensor(_values(0, (8, 8)), mesh, [Replicate()]))

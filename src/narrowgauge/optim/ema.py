@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.errors import CheckpointError, ConfigError, NarrowgaugeError
+from narrowgauge.tensors.local import as_part_of, local
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 _UPDATES, _AVERAGES = "updates", "averages"
@@ -141,9 +142,9 @@ class EMA:
         full_values = getattr(self.optimizer, "full_values", None)
         if full_values is not None:
             return full_values(p)
-        values = p.detach()
+        values = local(p).detach()
         wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-        return values.dequantize(wide) if isinstance(values, QuantizedTensor) else values.to(wide)
+        return as_part_of(p, values.dequantize(wide) if isinstance(values, QuantizedTensor) else values.to(wide))
 
     def _refuse_while_applied(self, what: str) -> None:
         if self._is_applied:
