@@ -15,7 +15,7 @@ import narrowgauge as ng
 from narrowgauge.distributed import Pipeline, layout, split_pipeline
 from narrowgauge.models.gpt import GPT
 
-run = functools.partial(ranks.run, timeout_s=240.0)  # the first call may compile kernels
+run = functools.partial(ranks.run, timeout_s=300)  # the first call may compile kernels
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 MAX_RANKS = 4
 AFTERMATH_S = 3.0
+PATIENCE_S = 300.0  # a first call may compile kernels, on ranks that share two cores
 _pool: list[tuple[Any, Connection]] = []
 
 
@@ -25,7 +26,7 @@ class RankError(AssertionError):
     """What went wrong on which rank."""
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
     """`function(*args)` on `world_size` ranks of a gloo group on loopback; the results in the order of ranks.
 
     function: of the top level of a test module; args and result are pickled (tensors too). A rank that raises, dies or

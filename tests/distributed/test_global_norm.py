@@ -23,7 +23,7 @@ from narrowgauge.tensors.quantized import quantize
 from narrowgauge.tensors.shares import set_share
 
 pytestmark = pytest.mark.multiproc
-run = partial(run_ranks, timeout_s=180.0)
+run = partial(run_ranks, timeout_s=300)
 MAX_NORM = 0.1
 
 

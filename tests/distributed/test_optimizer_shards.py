@@ -25,7 +25,7 @@ from narrowgauge.tensors.local import local
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
 pytestmark = pytest.mark.multiproc
-run = partial(run_ranks, timeout_s=180.0)  # Numba may compile
+run = partial(run_ranks, timeout_s=300)  # Numba may compile
 
 ROWS, COLUMNS, STEPS = 64, 512, 3
 # what the ranks of a 2 x 2 mesh hold of a matrix: rows, columns, both, and rows of replicas

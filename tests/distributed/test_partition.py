@@ -19,7 +19,7 @@ from narrowgauge.optim.state import COPY, MASTER
 from narrowgauge.recipes.casts import WIRE
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
-run = partial(run_ranks, timeout_s=180.0)  # Numba may compile
+run = partial(run_ranks, timeout_s=300)  # Numba may compile
 STEPS = 3
 
 

@@ -28,7 +28,7 @@ from narrowgauge.tensors.local import local
 from narrowgauge.tensors.quantized import QuantizedTensor
 
 pytestmark = pytest.mark.multiproc
-run = functools.partial(ranks.run, timeout_s=240.0)  # the first call may compile kernels
+run = functools.partial(ranks.run, timeout_s=300)  # the first call may compile kernels
 FP32 = ng.CastSpec(ng.formats.FP32)
 
 

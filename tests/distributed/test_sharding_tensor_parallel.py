@@ -21,7 +21,7 @@ from narrowgauge.tensors.cast import cast_operand
 from narrowgauge.tensors.local import local
 
 pytestmark = pytest.mark.multiproc
-run = functools.partial(ranks.run, timeout_s=240.0)  # the first call may compile kernels
+run = functools.partial(ranks.run, timeout_s=300)  # the first call may compile kernels
 
 
 def _with_tensor_parallel() -> list[tuple[bool, float, float]]:

@@ -64,7 +64,7 @@ def simulated(sizes: dict[str, int], recipe: str, rank: int = 0, **changes: Any)
     ],
 )
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(sizes, recipe, rank):
-    held, sent = run(math.prod(sizes.values()), really, sizes, recipe, timeout_s=180)[rank]
+    held, sent = run(math.prod(sizes.values()), really, sizes, recipe, timeout_s=300)[rank]
     of_simulated, sent_by_simulated = simulated(sizes, recipe, rank)
     assert of_simulated == held
     assert sorted(sent_by_simulated, key=str) == sorted(sent, key=str)

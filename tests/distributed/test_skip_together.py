@@ -24,7 +24,7 @@ from narrowgauge.tensors.local import as_part_of, local
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
 pytestmark = pytest.mark.multiproc
-run = partial(run_ranks, timeout_s=100.0)
+run = partial(run_ranks, timeout_s=300)
 ROWS, COLUMNS = 64, 128
 
 

@@ -52,7 +52,7 @@ def _against_one(name: str) -> tuple[float, float, float, int, bool]:
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_loss_gradients_and_generation_are_those_of_one_process(name: str) -> None:
-    for one, two, error, sums, same in run(2, _against_one, name, timeout_s=180):
+    for one, two, error, sums, same in run(2, _against_one, name, timeout_s=300):
         assert two == pytest.approx(one, rel=1e-5) and error < 1e-5 and same
         # embedding, head, and of each block two outputs, what q, k, v read and what gate and up read
         assert sums == 2 + 4 * 2
@@ -68,6 +68,6 @@ def _refused() -> tuple[str, str]:
 
 
 def test_heads_that_do_not_divide_and_parted_sequences_are_refused() -> None:
-    heads, sequence = run(2, _refused, timeout_s=180)[0]
+    heads, sequence = run(2, _refused, timeout_s=300)[0]
     assert "'model.layers.0.self_attn.k_proj': num_key_value_heads: 1 does not divide" in heads
     assert "sequence=True" in sequence

@@ -66,5 +66,5 @@ def _spread(kind: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("kind", ["data", "shard", "pipeline"])
 def test_training_follows_one_process(kind: str) -> None:
-    for losses, expected in run(4, _spread, kind, timeout_s=180):
+    for losses, expected in run(4, _spread, kind, timeout_s=300):
         assert losses == pytest.approx(expected, rel=1e-5)

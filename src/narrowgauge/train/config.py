@@ -168,10 +168,10 @@ class TrainConfig:
     def _check_parallel(self) -> None:
         """Raise ConfigError where what runs on several processes does not go together."""
         parallel = self.parallel
-        if parallel.schedule != ParallelConfig.schedule:
+        if parallel.pipeline > 1 or parallel.schedule != ParallelConfig.schedule:
             from narrowgauge.distributed.pipeline_schedule import schedule_named  # on first use: it loads torch's
 
-            schedule_named(parallel.schedule)
+            schedule_named(parallel.schedule).check_micro_batches(self.accumulation, parallel.pipeline)
         if parallel.ranks == 1:
             return
         for key, refused in (
@@ -184,11 +184,6 @@ class TrainConfig:
             raise ConfigError(
                 f"parallel.partition=true with parallel {parallel}: expected parallel.data alone, whose replicas part "
                 "the states: use parallel.shard, which parts parameters too"
-            )
-        if parallel.pipeline > 1 and self.accumulation < parallel.pipeline:
-            raise ConfigError(
-                f"accumulation={self.accumulation} with parallel.pipeline={parallel.pipeline}: expected at least one "
-                "micro-batch for each stage: raise accumulation"
             )
 
     @property
