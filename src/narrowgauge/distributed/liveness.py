@@ -28,6 +28,7 @@ from narrowgauge.distributed.agreement import ranks_text
 from narrowgauge.distributed.meeting_point import has_peers, meeting_point
 from narrowgauge.errors import ProcessError
 
+_POLL_S = 0.05
 EXIT_CODE = 1  # of a process whose main thread cannot be woken
 
 
@@ -69,8 +70,11 @@ class Watch:
     have gone to stderr, so that torchrun may start the run anew. In a run of one process it does nothing.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, is_ending: Callable[[], bool] = lambda: False) -> None:
+        """is_ending: whether this process was told to end, as torchrun does when another has died: then no verdict is
+        waited for."""
         self.limits = limits or Limits()
+        self._is_ending = is_ending
         self.verdict: str | None = None
         self.rank, self.ranks = 0, 1
         self._steps = self._beats = 0
@@ -88,9 +92,12 @@ class Watch:
             self._thread.start()
         return self
 
-    def step(self) -> None:
-        """A step has ended. Raises ProcessError where another rank is gone, hangs or has failed."""
-        self._steps += 1
+    def step(self, number: int | None = None) -> None:
+        """A step has ended, or after it another stretch of work; number: the step's, None: one more than the last.
+
+        Raises ProcessError where another rank is gone, hangs or has failed.
+        """
+        self._steps = self._steps + 1 if number is None else number
         self._last_step_s = time.monotonic()
         if self.verdict is not None:
             raise ProcessError(self.verdict)
@@ -106,10 +113,18 @@ class Watch:
         finally:
             self._stopped.set()
             self._thread.join(timeout=2 * self.limits.every_s)
-            if self.verdict is not None and self.rank == 0:
-                # its process may be the one that holds the store: the others have to read the verdict
-                time.sleep(3 * self.limits.every_s)
-            _quietly(lambda: self._tell(self._connect(), left=True))
+            _quietly(self._leave)
+
+    def _leave(self) -> None:
+        store = self._connect()
+        self._tell(store, left=True)
+        end_s = time.monotonic() + 3 * self.limits.every_s
+        # the process of rank 0 may be the one that holds the store: the others have to read the verdict
+        while self.verdict is not None and self.rank == 0 and not self._is_ending() and time.monotonic() < end_s:
+            signs = [self._read(store, rank) for rank in range(1, self.ranks)]
+            if all(sign is not None and sign.left for sign in signs):
+                return
+            time.sleep(_POLL_S)
 
     def _connect(self) -> dist.Store:
         return meeting_point("liveness", max(self.limits.silence_s, 1.0))
@@ -122,14 +137,21 @@ class Watch:
             failed = f"{who} failed after step {self._steps}: {text}"
             _quietly(lambda: self._decide(self._connect(), failed))
             return
-        # the rank that was lost is found silent, or says itself why it failed
-        if not self._decided.wait(self.limits.silence_s + 3 * self.limits.every_s):
+        if not self._wait_for_verdict():
             lost = (
                 f"{who} lost contact with another after step {self._steps}, though every process gives signs of life: "
                 f"look at the network between them; {text}"
             )
             _quietly(lambda: self._decide(self._connect(), lost))
         raise ProcessError(self.verdict or f"{who} lost contact with the other processes: {text}") from error
+
+    def _wait_for_verdict(self) -> bool:
+        """Wait until the rank that was lost is found silent, or says itself why it failed; False: it is not."""
+        end_s = time.monotonic() + self.limits.silence_s + 3 * self.limits.every_s
+        while time.monotonic() < end_s:
+            if self._decided.wait(min(self.limits.every_s, 1.0)) or self._is_ending():
+                return True
+        return False
 
     # what follows runs in the thread
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge.distributed.liveness import Limits, Watch
 from narrowgauge.train import events
 from narrowgauge.train.assemble import assemble
 from narrowgauge.train.config import TrainConfig
@@ -101,7 +102,9 @@ def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int
         session = Session(config, folder, listener, parts)
         try:
             session.begin(start)
+            limits = Limits(step_s=config.parallel.timeout_s)
             with Interruption(session.on_signal) as interruption:
-                return session.train(interruption)
+                with Watch(limits, lambda: interruption.requested) as others:
+                    return session.train(interruption, others.step)
         finally:
             session.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -92,21 +93,27 @@ class Session:
         self._journal = Journal(self.folder.journal)
         return contents
 
-    def train(self, interruption: Interruption) -> Result:
-        """Go on to the last step, or to the end of the step in which a signal arrives."""
+    def train(self, interruption: Interruption, on_progress: Callable[[int], None] = lambda step: None) -> Result:
+        """Go on to the last step, or to the end of the step in which a signal arrives.
+
+        on_progress: called after each step, validation and checkpoint, with the number of the step.
+        """
         config = self.config
         evaluated_step = self.evaluation.step if self.evaluation else 0
         if self.step > evaluated_step and self._is_due(config.eval_every):
             self._evaluate()  # the signal that ended the run at this step left it out
         while self.step < config.steps:
             self._step()
+            on_progress(self.step)
             is_last = self.step == config.steps
             requested = self.ranks.any(interruption.requested)  # a signal reaches the ranks one after the other
             if is_last or (self._is_due(config.eval_every) and not requested):
                 self._evaluate()
+                on_progress(self.step)
             stops = requested and not is_last
             if stops or is_last or self._is_due(config.save_every):
                 self._save(must_succeed=stops or is_last)
+                on_progress(self.step)
             if stops:
                 return self._finish(Status.INTERRUPTED)
         self._sample()
