@@ -3,8 +3,8 @@
     python benchmarks/ablations.py [--rows "exp_avg E4M3" ...] [--seeds 3] [--steps 600] [--workers 2] [--json]
 
 A row trains the reference model (`reference.py`) with one thing changed and compares its validation loss with that of
-its yardstick in the same run: the mean of three seeds; a change that breaks the model needs one. Two rows are measured
-directly: the error of a product after one channel grew tenfold, and the signal to noise of gradients that 64 ranks sum.
+its yardstick in the same run: the mean of three seeds; a change that breaks the model needs one. One row is measured
+directly: the error of a product after one channel grew tenfold. Sums over ranks are in `reduction.py`.
 
 Expected figures are a prototype's, in plain PyTorch, on the text of Python 3.11: float32 had 1.627 there. Single runs
 scatter by a standard deviation of up to 0.016, so the distance of two means of three by 0.013: what is free is expected
@@ -15,7 +15,6 @@ chance and details, but not what it is.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -24,10 +23,9 @@ import reference
 import torch
 from reference import ALLOWED_LOSS_GAP, Job, Setting
 from tables import goal, is_met
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.numerics import measure, rounding
 from narrowgauge.numerics.formats import BF16, E4M3FN, FP16, FP32, INT8
 
 PLAIN = ng.recipe("fp32")
@@ -128,14 +126,6 @@ GEMM_ERRORS: dict[str, tuple[ng.CastSpec, float, tuple[float, float]]] = {
     "current": (ng.CastSpec(E4M3FN), 2.6, (2.3, 2.8)),
     "blocks of 128": (ng.CastSpec(E4M3FN, ROW_TILES), 2.4, (2.3, 2.8)),
 }
-# magnitudes over three decades, 30 % of the energy the same on all ranks: like the reference model's matrices
-RANKS, GRADIENT_VALUES, SHARED = 64, 1 << 14, 0.3
-AUTO_LIMIT, AUTO_GROWTH = 1e-5, 2 ** (1 / 1000)  # FP8-LM, section 2.2: 0.001 % of the values, in 1000 steps twofold
-REDUCTION_SNR = {
-    ("FP32 sum", "pre"): 31.3, ("FP32 sum", "post"): 3.4, ("FP32 sum", "auto"): 29.9,
-    ("FP8 ring", "pre"): 11.2, ("FP8 ring", "post"): 3.4, ("FP8 ring", "auto"): 10.8,
-}  # fmt: skip
-SNR_WINDOW_DB = 2.0  # as much as other draws of the gradients move it, above all their largest value
 
 
 def gemm_errors() -> dict[str, Figure]:
@@ -158,49 +148,7 @@ def gemm_errors() -> dict[str, Figure]:
     return found
 
 
-def gradients() -> Tensor:
-    """What 64 ranks sum: float32 [RANKS, GRADIENT_VALUES], of log-normal magnitudes, a part the same on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    magnitude, common_part = torch.randn(2, GRADIENT_VALUES, generator=generator)
-    own = torch.randn(RANKS, GRADIENT_VALUES, generator=generator)
-    return magnitude.exp() * (math.sqrt(SHARED) * common_part + math.sqrt(1 - SHARED) * own)
-
-
-def reduce_in_fp8(grads: Tensor, mu: float, kind: str) -> tuple[Tensor, float]:
-    """The mean of the ranks' gradients as FP8-LM takes it, and the share of its codes that sit at the maximum.
-
-    Every rank casts mu * s * gradient, s the least scale of all ranks; what is summed is E4M3 again at the same scale:
-    at each of the ring's hops, or once after a sum in float32. mu: 1 / RANKS (pre-scaling) to 1 (post-scaling).
-    """
-    scale = mu * E4M3FN.max / grads.abs().max()
-    codes = rounding.round_to(grads * scale, E4M3FN)
-    if kind == "FP8 ring":
-        total = codes[0]
-        for code in codes[1:]:
-            total = rounding.round_to(total + code, E4M3FN)
-    else:
-        total = rounding.round_to(codes.sum(0), E4M3FN)
-    return total / (scale * len(grads)), (total.abs() >= E4M3FN.max).float().mean().item()
-
-
-def reduction_snrs(auto_steps: int = 40) -> dict[str, Figure]:
-    """Signal to noise in dB of every way to sum; auto-scaling begins with mu = 1 and is read after so many steps."""
-    grads = gradients()
-    exact = grads.double().mean(0)
-    found = {}
-    for (kind, scaling), expected in REDUCTION_SNR.items():
-        mu = 1 / RANKS if scaling == "pre" else 1.0
-        mean, share = reduce_in_fp8(grads, mu, kind)
-        for _ in range(auto_steps if scaling == "auto" else 0):
-            mu = mu / 2 if share > AUTO_LIMIT else mu * AUTO_GROWTH
-            mean, share = reduce_in_fp8(grads, mu, kind)
-        label = f"SNR of {RANKS} ranks' sum, {kind}, {scaling}-scaling, dB"
-        window = (expected - SNR_WINDOW_DB, expected + SNR_WINDOW_DB)
-        found[label] = Figure(measure.sqnr_db(exact, mean), expected, window)
-    return found
-
-
-DIRECT = {"product with one channel times ten": gemm_errors, "sum of 64 ranks in FP8": reduction_snrs}
+DIRECT = {"product with one channel times ten": gemm_errors}
 
 
 def jobs_of(names: list[str], seeds: int, steps: int) -> list[Job]:
