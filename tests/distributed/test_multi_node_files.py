@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
 from narrowgauge.cli.config import parse_arguments
+from narrowgauge.observe import journal
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "examples" / "multi_node"
@@ -164,3 +168,41 @@ def test_pods_that_are_started_again_go_on_with_their_run(stubs, tmp_path):
     (run_folder / "config.yaml").touch()
     asked = get_args_parser().parse_args(pod_says(stubs, tmp_path))
     assert asked.training_script_args == ["resume", str(run_folder)]
+
+
+def two_nodes() -> Any:
+    """`benchmarks/namespaces.py`, or a skip that says what this machine lacks."""
+    namespaces = runpy.run_path(str(ROOT / "benchmarks" / "namespaces.py"))
+    if reason := namespaces["missing"]():
+        pytest.skip(f"no two nodes on this machine: {reason}")
+    return namespaces["two_nodes"]("1gbit")
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_two_nodes_train_one_run(tmp_path):
+    command = (
+        "train --name both --device cpu --parallel.data 2 --steps 3 --model.layers 1 --model.width 64 --model.heads 2 "
+        "--model.kv_heads 2 --model.context 64 --data.tokenizer bytes --data.max_bytes 100000 --batch_size 2 "
+        "--eval_batches 1 --sample_tokens 0"
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with two_nodes() as nodes:
+        processes = [
+            subprocess.Popen(
+                node.command([str(FILES / "torchrun.sh"), *command.split()]), cwd=tmp_path, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={
+                    **node.environment(), "PATH": path, "HEAD": nodes[0].address, "ADDRESS": node.address,
+                    "NODES": "2", "RESTARTS": "0", "OMP_NUM_THREADS": "1",
+                },
+            )
+            for node in nodes
+        ]  # fmt: skip
+        told = [process.communicate(timeout=300)[0] for process in processes]
+        sent = [node.sent_bytes() for node in nodes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    steps = list(journal.read(tmp_path / "runs" / "both" / "journal.jsonl").of_kind("step"))
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    parameters = 86_336
+    assert all(3 * parameters < bytes_ for bytes_ in sent)  # gradients went over the link, in both directions
