@@ -42,8 +42,9 @@ def build(recipe: str | ng.Recipe, layout: str, seed: int = 0, **changes: Any) -
     model = tiny_gpt(seed, **changes)
     shards, tensor = LAYOUTS[layout]
     if dist.is_initialized():
+        shards, tensor = min(shards, dist.get_world_size()), min(tensor, dist.get_world_size())
         mesh = init_device_mesh("cpu", (dist.get_world_size() // shards // tensor, shards, tensor))
-        _cut(model, mesh, tensor > 1, shards > 1)
+        _cut(model, mesh, LAYOUTS[layout][1] > 1, LAYOUTS[layout][0] > 1)
     return ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe)
 
 

@@ -21,9 +21,10 @@ from narrowgauge.distributed.layout import layout_of
 from narrowgauge.distributed.meeting_point import has_peers
 from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.delayed import is_state_name
-from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.base import MASTER, LowPrecisionOptimizer
 from narrowgauge.optim.guard import STEPS, StepGuard
 from narrowgauge.optim.replace import current
+from narrowgauge.optim.state import COPY
 from narrowgauge.tensors.local import is_distributed, local
 from narrowgauge.train import crossing
 from narrowgauge.train.distributed_checkpoint_index import INDEX
@@ -109,7 +110,7 @@ def save(
     path = Path(path)
     model, optimizer = _plain(model), current(optimizer)
     wait_for_last()
-    if has_peers():
+    if _is_spread(model):
         from narrowgauge.train import distributed_checkpoint  # on first use: torch's is slow to load
 
         state = None if optimizer is None else optimizer.state_dict()
@@ -146,6 +147,11 @@ def _write(path: Path, document: dict[str, Any], tensors: dict[str, dict[str, Te
             f"{path} was not written: {error.strerror}; nothing that was there before is lost. "
             "Make room, or choose another place"
         ) from error
+
+
+def _is_spread(model: nn.Module) -> bool:
+    """True in a run of several processes, and for a model whose parameters are made for one."""
+    return has_peers() or any(map(is_distributed, model.parameters()))
 
 
 def _versions() -> dict[str, str]:
@@ -187,7 +193,9 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
         load_weights(path, model)
         return {}
     saved = _read(path, model, optimizer)
-    masters = crossing.saved_masters(saved["model"], saved["optimizer"])
+    masters, copies = (crossing.saved_states(key, saved["model"], saved["optimizer"]) for key in (MASTER, COPY))
+    if not isinstance(optimizer, LowPrecisionOptimizer):  # which none of this process will hold beside the parameters
+        saved["model"] |= copies
     if optimizer is not None:
         if saved["optimizer"] is None:
             raise CheckpointError(f"{path} {_NO_OPTIMIZER}")
@@ -196,17 +204,18 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
         if guard is not None and STEPS in saved["optimizer"]["state"]:
             # before the model's state, which is that of the recipe in force
             guard.go_on_from(saved["optimizer"]["state"][STEPS])
-    _load_model(path, model, crossing.for_model(model, saved["model"], masters))
+    _load_model(path, model, crossing.for_model(model, saved["model"], masters, copies))
     if optimizer is not None:
         _load_optimizer(path, model, optimizer, saved["optimizer"]["state"])
         if isinstance(optimizer, LowPrecisionOptimizer):
-            crossing.complete_masters(optimizer, dict(model.named_parameters()), saved["model"], masters)
+            whole = saved["model"] | copies
+            crossing.complete_masters(optimizer, dict(model.named_parameters()), whole, masters)
     return saved["extra"]
 
 
 def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """The parts of a checkpoint, restored; of several processes' this one's part, in local tensors."""
-    if has_peers() or (path / INDEX).is_file():
+    if _is_spread(model) or (path / INDEX).is_file():
         from narrowgauge.train import distributed_checkpoint  # on first use: torch's is slow to load
 
         names = None if optimizer is None else _parameter_names(model, optimizer)
@@ -216,7 +225,7 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None)
         document = json.loads((path / STATE).read_text(encoding="utf-8"))
         saved = {part: restore(document[part], load_file(path / f"{part}.safetensors")) for part in PARTS}
         if saved["optimizer"] is not None:
-            crossing.saved_masters(saved["model"], saved["optimizer"])  # looks at all that `load` relies on
+            crossing.saved_states(MASTER, saved["model"], saved["optimizer"])  # looks at all that `load` relies on
     except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: expected a checkpoint of narrowgauge, found {error!r}") from error
     return saved
@@ -249,10 +258,8 @@ def _load_model(path: Path, model: nn.Module, state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _load_parted(model: nn.Module, state: dict[str, Any]) -> set[str]:
-    """Load local values into the parameters that are parted over processes; returns their names, loaded or missing."""
+    """Load local values into the parameters that are parted over processes; returns their names."""
     parted = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_distributed(p)}
-    if missing := [name for name in parted if name not in state]:
-        raise RuntimeError(f"Missing key(s): {', '.join(missing)}")
     for name, p in parted.items():
         local(p).copy_(state[name])
     return set(parted)

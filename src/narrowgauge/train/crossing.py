@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import CheckpointError
 from narrowgauge.optim.base import MASTER, LowPrecisionOptimizer
+from narrowgauge.optim.state import COPY
 from narrowgauge.optim.storage import decode, spec_of
 from narrowgauge.optim.update import read
 from narrowgauge.tensors.local import as_part_of, local
@@ -28,8 +29,8 @@ _OF_TORCH = (
 )
 
 
-def saved_masters(model: State, optimizer: State | None) -> dict[str, Tensor]:
-    """The master of every parameter that has one, by name.
+def saved_states(key: str, model: State, optimizer: State | None) -> dict[str, Tensor]:
+    """The state `key`, MASTER or COPY, of every parameter that has one, by name.
 
     model: a state dict. optimizer: {"state": the optimizer's state dict, "parameters": names in its groups' order}.
     """
@@ -37,20 +38,27 @@ def saved_masters(model: State, optimizer: State | None) -> dict[str, Tensor]:
         return {}
     entries = optimizer["state"]["state"]
     return {
-        name: entries[index][MASTER]
+        name: entries[index][key]
         for name, index in _indices(optimizer)
-        if name in model and isinstance(entries.get(index, {}).get(MASTER), Tensor)
+        if name in model and isinstance(entries.get(index, {}).get(key), Tensor)
     }
 
 
-def for_model(model: nn.Module, saved: State, masters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """`saved` with the values of parameter and master together, where `model` stores a parameter in another format."""
+def for_model(
+    model: nn.Module, saved: State, masters: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """`saved` with the values of parameter and master together, where `model` stores a parameter in another format.
+
+    copies: what owners of parted parameters have of them, in place of what travelled to all.
+    """
     own = model.state_dict()
     state = dict(saved)
     for names in names_of_parameters(model):
         held = next((name for name in names if name in masters), None)
         if held is not None and kind(saved[held]) != kind(local(own[held])):
-            state |= dict.fromkeys((name for name in names if name in saved), read(saved[held], masters[held]))
+            state |= dict.fromkeys(
+                (name for name in names if name in saved), read(copies.get(held, saved[held]), masters[held])
+            )
     return state
 
 
@@ -78,7 +86,7 @@ def for_torch(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state:
     indices = [index for group in state["param_groups"] for index in group["params"]]
     entries: dict[int, dict[str, Any]] = {}
     for index, p in zip(indices, parameters, strict=True):
-        found = {key: value for key, value in state["state"].get(index, {}).items() if key != MASTER}
+        found = {key: value for key, value in state["state"].get(index, {}).items() if key not in (MASTER, COPY)}
         if found:
             _check_names(optimizer, names.get(p, ""), found)
             plain = {key: _plain(key, value, local(p), names.get(p, "")) for key, value in found.items()}

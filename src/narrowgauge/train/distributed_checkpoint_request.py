@@ -11,6 +11,7 @@ from torch import nn
 from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.delayed import is_state_name
 from narrowgauge.optim.base import MASTER
+from narrowgauge.optim.state import COPY
 from narrowgauge.train.distributed_checkpoint_assembly import Request
 from narrowgauge.train.distributed_checkpoint_index import MODEL, OPTIMIZER, Entry, Index
 from narrowgauge.train.distributed_checkpoint_pieces import Box, Located, located
@@ -31,7 +32,8 @@ def ask(
 ) -> tuple[Callable[[], dict[str, Any]], Claims]:
     """Ask for this process's parts; returns what gives them once they have been read, and what it has a place for.
 
-    names: of the optimizer's parameters, in the groups' order; None: of its state only the masters are wanted.
+    names: of the optimizer's parameters, in the groups' order; None: of its state only what completes the parameters
+    is wanted.
 
     What is given: "model": local values by name, plain or quantized. "optimizer": None, or {"state": a state dict of
     this process's parameters with local values, "parameters": their names}. "extra". Raises CheckpointError where the
@@ -40,7 +42,13 @@ def ask(
     index, own = request.index, model.state_dict()
     parameters = {name: located(name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False)}
     values: Builds = {}
-    for name, entry in index.names(MODEL).items():
+    entries = index.names(MODEL)
+    if missing := [name for name in own if name not in entries and not is_state_name(name.rpartition(".")[2])]:
+        raise CheckpointError(
+            f"{path} does not fit the model: it lacks {len(missing)} of its tensors, the first '{missing[0]}' (missing "
+            "keys); build the model with the same configuration"
+        )
+    for name, entry in entries.items():
         where = parameters.get(name)
         if where is None and name in own:
             values[name] = request.part(name, entry, Box.whole(entry.shape))
@@ -96,7 +104,7 @@ def _ask_optimizer(
     wanted: Sequence[Sequence[str]],
     names: Sequence[Sequence[str]] | None,
 ) -> Callable[[], dict[str, Any]]:
-    """The state of the wanted parameters; names None: their masters."""
+    """The state of the wanted parameters; names None: what completes them."""
     saved = request.index.optimizer
     assert saved is not None
     by_name: dict[str, dict[str, Entry]] = {}
@@ -111,7 +119,7 @@ def _ask_optimizer(
         fields = {} if names is None else _fields(path, saved.groups, own, found)
         groups.append({"fields": request.node(fields), "params": list(range(first, first + len(own)))})
         for at, (name, source) in enumerate(zip(own, found, strict=True), first):
-            entries = {k: e for k, e in by_name.get(source, {}).items() if names is not None or k == MASTER}
+            entries = {k: e for k, e in by_name.get(source, {}).items() if names is not None or k in (MASTER, COPY)}
             builds = {key: _ask_state(request, f"{source}/{key}", e, parameters[name]) for key, e in entries.items()}
             if names is not None:
                 builds |= {key: request.node(value) for key, value in saved.values.get(source, {}).items()}
