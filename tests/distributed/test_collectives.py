@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
 from narrowgauge.distributed import codec, collectives, wire
+from narrowgauge.distributed.buckets import plan
 from narrowgauge.distributed.feedback import ErrorFeedback
+from narrowgauge.distributed.reduction import Reduction, wide_values
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, FP32, INT8
 from narrowgauge.recipes.casts import WIRE
@@ -157,6 +159,28 @@ def test_ranks_round_by_bits_of_their_own_under_one_key() -> None:
     # independent errors of four ranks leave a half, equal ones all
     assert 0.45 < errors.square().mean().sqrt() / alone.square().mean().sqrt() < 0.55
     assert errors.mean().abs() < 5 * errors.std() / 64
+
+
+def _stochastic_bucket() -> tuple[Tensor, Tensor]:
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0)) + 0.5  # the same on all ranks, as their generators
+    (bucket,) = plan([4096], [ng.CastSpec(E2M1FN, ng.Block(1, 32), rounding=ng.STOCHASTIC)], 4, 1 << 20)
+    reduction = Reduction(bucket, None, torch.device("cpu"))
+    reduction.put(0, x)
+    reduction.launch()
+    reduction.gather()
+    (rows,) = reduction.finish()
+    return wide_values(rows, bucket.spec, x.shape, torch.float32) - x, torch.get_rng_state()
+
+
+@pytest.mark.multiproc
+def test_buckets_of_gradients_are_rounded_by_bits_of_their_own_and_draw_alike() -> None:
+    (error, state), *others = run(4, _stochastic_bucket, timeout_s=TIMEOUT_S)
+    assert all(torch.equal(error, e) and torch.equal(state, s) for e, s in others)
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0)) + 0.5
+    spec = ng.CastSpec(E2M1FN, ng.Block(1, 32), rounding=ng.STOCHASTIC)
+    alone = codec.decode(codec.encode(x.view(1, -1), spec, KEY), 4096, spec)[0] - x
+    # a quarter of one rounding's energy, and that of the mean's: 5/4; of equal codes the mean needs no rounding: 1
+    assert 1.1 < error.square().mean() / alone.square().mean() < 1.4
 
 
 def _with_feedback(steps: int) -> tuple[Tensor, Tensor, Tensor]:

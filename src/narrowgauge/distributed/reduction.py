@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.distributed import codec, wire
-from narrowgauge.distributed.buckets import ALIGNMENT, Bucket
+from narrowgauge.distributed.buckets import ALIGNMENT, Bucket, Segment
 from narrowgauge.distributed.collectives import Group, start_gather
 from narrowgauge.numerics import kernels, philox, scaling
 from narrowgauge.numerics.scaling import ScaleRule
@@ -41,6 +41,8 @@ class Reduction:
         self.bucket = bucket
         self._group = group
         self._ranks = dist.get_world_size(group)
+        # one for all casts: every rank draws as often, or their generators would part
+        self._key = philox.draw_key(device) if bucket.spec.is_stochastic else None
         self._head = -(-len(bucket.pieces) // ALIGNMENT) * ALIGNMENT
         # bytes of zeros are values of zero in every codec
         self._sent = torch.zeros(self._ranks, self._head + bucket.part_bytes, dtype=torch.uint8, device=device)
@@ -61,7 +63,7 @@ class Reduction:
             row = values[segment.start - first : segment.start - first + segment.numel]
             start = self._head + segment.offset
             out = self._sent[rank, start : start + codec.wire_bytes(segment.numel, bucket.spec)]
-            codec.encode(row.unsqueeze(0), bucket.spec, _key_for(bucket.spec, row), out=out)
+            codec.encode(row.unsqueeze(0), bucket.spec, self._key, stream=self._stream(rank, segment, 0), out=out)
         self._sent[:, place] = 1
         self._here.add(place)
 
@@ -81,8 +83,8 @@ class Reduction:
         for segment in bucket.parts[dist.get_rank(self._group)]:
             size = codec.wire_bytes(segment.numel, bucket.spec)
             rows = received[:, self._head + segment.offset :][:, :size]
-            out, key = mean[segment.offset :][:size], _key_for(bucket.spec, received)
-            codec.reduce_and_encode(rows, segment.numel, bucket.spec, self._ranks, key, out=out)
+            out, stream = mean[segment.offset :][:size], self._stream(dist.get_rank(self._group), segment, 1)
+            codec.reduce_and_encode(rows, segment.numel, bucket.spec, self._ranks, self._key, stream=stream, out=out)
         self._users = received[:, : len(bucket.pieces)].clone()
         self._sent, self._received = mean, mean.new_empty(self._ranks * mean.numel())
         self._work = start_gather(self._received, mean, group=self._group, async_op=True)
@@ -102,13 +104,17 @@ class Reduction:
             found.append(rows)
         return found
 
+    def _stream(self, part: int, segment: Segment, phase: int) -> int:
+        """The stream of a cast's random bits: no two casts of a bucket share one, not on other ranks either."""
+        if self._key is None:
+            return 0
+        parts = self.bucket.parts
+        number = sum(map(len, parts[:part])) + parts[part].index(segment)
+        return 2 * (dist.get_rank(self._group) * sum(map(len, parts)) + number) + phase
+
     def is_used(self, place: int) -> bool:
         """After `gather`: whether any rank put the piece. Waits for the device only if this one did not."""
         return place in self._here or bool(self._users[:, place].any())
-
-
-def _key_for(spec: CastSpec, near: Tensor) -> Tensor | None:
-    return philox.draw_key(near.device) if spec.is_stochastic else None
 
 
 def wide_values(rows: Sequence[Row], sent: CastSpec, shape: torch.Size, dtype: torch.dtype) -> Tensor:
