@@ -24,7 +24,10 @@ Batch = tuple[Tensor, Tensor]  # ids, targets: int64 [batch_size, sequence_lengt
 class Stages(Protocol):
     """A model of several pipeline stages, as a step and a validation run it."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module:
+        """This process's part."""
+        ...
 
     def step(self, batches: Sequence[Batch], *, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Forward and backward of all micro-batches; the mean of their losses, on every stage.
@@ -33,7 +36,7 @@ class Stages(Protocol):
         """
         ...
 
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, ids: Tensor, targets: Tensor, /) -> Tensor:
         """The mean loss of one batch, without gradients, on every stage."""
         ...
 
