@@ -90,8 +90,9 @@ def _lose_name(path: Path) -> None:
 
 
 def _other_model(path: Path) -> None:
-    _rewritten(path, lambda index: index["tensors"]["model/norm.weight"].update(shape=[3], pieces=[
-        {"box": {"offsets": [0], "sizes": [3]}, "node": {"$tensor": "model/norm.weight@0"}}]))  # fmt: skip
+    place = {"boxes": [{"offsets": [0], "sizes": [3]}], "axis": 0}
+    pieces = [{"place": place, "node": {"$tensor": "model/norm.weight@0"}}]
+    _rewritten(path, lambda index: index["tensors"]["model/norm.weight"].update(shape=[3], pieces=pieces))
 
 
 DAMAGES = {

@@ -142,7 +142,7 @@ def _is_kept(spec: Any, source: str, was_cut_in_rows: bool) -> bool:
 
 def _cast(whole: Tensor, part: Tensor, spec: Any) -> Tensor:
     """This process's part of whole values, cast anew."""
-    box = located("", part).box
+    (box,) = located("", part).place.boxes
     return storage.encode(whole[box.slices].contiguous(), spec)
 
 

@@ -70,7 +70,7 @@ def complete_masters(
     parameters: the model's, by name; model and optimizer have been loaded.
     """
     for name, p in parameters.items():
-        if name not in saved or optimizer.formats_of(p).master is None:
+        if name not in saved or optimizer.formats_of(p).master is None or not optimizer.is_own(p):
             continue
         own, master = optimizer.state.get(p, {}).get(MASTER), masters.get(name)
         if kind(saved[name]) != kind(local(p)) or _kind_of_master(own) != _kind_of_master(master):

@@ -21,7 +21,7 @@ from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors.packed import PackedTensor
 from narrowgauge.tensors.quantized import QuantizedTensor
 from narrowgauge.train.distributed_checkpoint_index import PARTS, Entry, Index, Piece, Stored, keys_of
-from narrowgauge.train.distributed_checkpoint_pieces import Box
+from narrowgauge.train.distributed_checkpoint_pieces import Box, Place
 from narrowgauge.train.state import restore
 
 Build = Callable[[], Tensor]
@@ -50,20 +50,20 @@ class Request:
         fetches = {key: self._fetch(key) for key in keys_of(node)}
         return lambda: restore(node, {key: self.targets[fetch] for key, fetch in fetches.items()})
 
-    def part(self, name: str, entry: Entry, box: Box) -> Build:
-        """The values of an entry in a box: a plain tensor, QuantizedTensor or PackedTensor, of the box's sizes."""
+    def part(self, name: str, entry: Entry, place: Place) -> Build:
+        """The values of an entry at a place: a plain tensor, QuantizedTensor or PackedTensor, of the place's sizes."""
         for piece in entry.pieces:
-            if piece.box == box:
+            if piece.place == place:
                 return self.node(piece.node)
-        if not box.numel:
-            return lambda: torch.empty(box.sizes)
-        met = [(piece, common) for piece in entry.pieces if (common := piece.box.meet(box)) is not None]
-        if sum(common.numel for _, common in met) != box.numel:
+        if not place.numel:
+            return lambda: torch.empty(place.sizes)
+        met = [(piece, *boxes) for piece in entry.pieces for boxes in piece.place.common(place)]
+        if sum(there.numel for _, _, there in met) != place.numel:
             raise CheckpointError(
-                f"'{name}': expected the values {box} of {list(entry.shape)}, found no part with them"
+                f"'{name}': expected the values {place} of {list(entry.shape)}, found no part with them"
             )
-        cuts = [self._cut(piece, common) for piece, common in met]
-        return lambda: _join(box, [(common, cut()) for (_, common), cut in zip(met, cuts, strict=True)])
+        cuts = [(there, self._cut(piece, inside)) for piece, inside, there in met]
+        return lambda: _join(Box.whole(place.sizes), [(there, cut()) for there, cut in cuts])
 
     def _stored(self, key: str) -> Stored:
         stored = self.index.stored.get(self.index.key_for(key, self.rank))
@@ -79,20 +79,20 @@ class Request:
             self.targets[fetch] = torch.empty(fetch.box.sizes, dtype=stored.dtype)
         return fetch
 
-    def _cut(self, piece: Piece, common: Box) -> Callable[[], _Cut]:
-        """The values of a piece in a box, or as many whole rows of tiles as hold them."""
-        inside = common.within(piece.box)
+    def _cut(self, piece: Piece, inside: Box) -> Callable[[], _Cut]:
+        """The values in a box of a piece's local tensor, or as many whole rows of tiles as hold them."""
+        sizes = piece.place.sizes
         if "$tensor" in piece.node:
             key = piece.node["$tensor"]
-            if self._stored(key).shape == piece.box.sizes:
+            if self._stored(key).shape == sizes:
                 fetch = self._fetch(key, inside)
-                return lambda: _Cut(self.targets[fetch], Box.whole(common.sizes))
+                return lambda: _Cut(self.targets[fetch], Box.whole(inside.sizes))
             fetch = self._fetch(key)
-            return lambda: _Cut(self.targets[fetch].reshape(piece.box.sizes), inside)
+            return lambda: _Cut(self.targets[fetch].reshape(sizes), inside)
         (mark,) = piece.node
         about = piece.node[mark]
         unit = _rows_of_tiles(spec_from_dict(about["spec"]), len(self._stored(about[PARTS[mark][0]]).shape))
-        start, stop, rows = inside.offsets[0], inside.offsets[0] + inside.sizes[0], piece.box.sizes[0]
+        start, stop, rows = inside.offsets[0], inside.offsets[0] + inside.sizes[0], sizes[0]
         start, stop = (0, rows) if unit is None else (start // unit * unit, min(-(-stop // unit) * unit, rows))
         parts = {name: self._fetch(about[name], self._rows(about, name, start, stop, unit)) for name in PARTS[mark]}
         within = Box((inside.offsets[0] - start, *inside.offsets[1:]), inside.sizes)
@@ -100,7 +100,7 @@ class Request:
         def build() -> _Cut:
             tensors = {about[name]: self.targets[fetch] for name, fetch in parts.items()}
             node = about if mark == "$quantized" else {**about, "shape": [stop - start, *about["shape"][1:]]}
-            return _Cut(restore({mark: node}, tensors), within, (stop - start, *piece.box.sizes[1:]))
+            return _Cut(restore({mark: node}, tensors), within, (stop - start, *sizes[1:]))
 
         return build
 
@@ -132,7 +132,7 @@ def _rows_of_tiles(spec: CastSpec, dimensions: int) -> int | None:
 
 
 def _join(box: Box, cuts: list[tuple[Box, _Cut]]) -> Tensor:
-    """The values in a box, from pieces that hold all of them."""
+    """The values of a local tensor, whose `box` is all of it, from pieces of given places there."""
     if len(cuts) == 1 and type(cuts[0][1].value) is Tensor and cuts[0][1].inside.sizes == cuts[0][1].value.shape:
         return cuts[0][1].value
     joined = _join_codes(box, sorted(cuts, key=lambda cut: cut[0].offsets))
@@ -140,10 +140,10 @@ def _join(box: Box, cuts: list[tuple[Box, _Cut]]) -> Tensor:
         return joined
     plain = all(type(cut.value) is Tensor for _, cut in cuts)
     result = torch.empty(box.sizes, dtype=cuts[0][1].value.dtype if plain else torch.float32)
-    for common, cut in cuts:
+    for there, cut in cuts:
         values = cut.value if type(cut.value) is Tensor else cut.value.dequantize(torch.float32)  # type: ignore[operator]
         values = values.reshape(cut.shape or values.shape)
-        result[common.within(box).slices] = values[cut.inside.slices]
+        result[there.slices] = values[cut.inside.slices]
     return result
 
 
@@ -170,9 +170,9 @@ def _join_codes(box: Box, cuts: list[tuple[Box, _Cut]]) -> Tensor | None:
 def _side_by_side(box: Box, cuts: list[tuple[Box, _Cut]], first: QuantizedTensor, amax: Tensor) -> Tensor:
     """Codes of one scale."""
     codes = torch.empty(box.sizes, dtype=first.codes.dtype)
-    for common, cut in cuts:
+    for there, cut in cuts:
         held: Any = cut.value
-        codes[common.within(box).slices] = held.codes.reshape(cut.shape or held.shape)[cut.inside.slices]
+        codes[there.slices] = held.codes.reshape(cut.shape or held.shape)[cut.inside.slices]
     return QuantizedTensor(codes, first.dequant_scale, first.spec, first.dtype, amax)
 
 
@@ -183,9 +183,9 @@ def _below_one_another(
     unit = _rows_of_tiles(first.spec, first.ndim)
     if unit is None:
         return None
-    for common, cut in cuts:
-        is_whole = cut.inside == Box.whole(cut.shape or cut.value.shape) and common.sizes[1:] == box.sizes[1:]
-        if not is_whole or common.within(box).offsets[0] % unit:
+    for there, cut in cuts:
+        is_whole = cut.inside == Box.whole(cut.shape or cut.value.shape) and there.sizes[1:] == box.sizes[1:]
+        if not is_whole or there.offsets[0] % unit:
             return None
     values: list[Any] = [cut.value for _, cut in cuts]
     scales = torch.cat([value.dequant_scale for value in values])

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.distributed.tensor_parallel import sections
 from narrowgauge.errors import CheckpointError
+from narrowgauge.tensors.local import local
 from narrowgauge.train.distributed_checkpoint_index import (
     MODEL,
     OPTIMIZER,
@@ -23,7 +25,7 @@ from narrowgauge.train.distributed_checkpoint_index import (
     check_covered,
     keys_of,
 )
-from narrowgauge.train.distributed_checkpoint_pieces import Box, Located, located
+from narrowgauge.train.distributed_checkpoint_pieces import Located, Place, located
 from narrowgauge.train.state import Flattener
 
 _EXTRA = "extra"
@@ -55,7 +57,7 @@ def collect(
     flattener = Flattener(copies=copies)
     holding = Holding({}, None, None, {})
     values = model.state_dict()  # before the parameters: sharded ones may have to be parted again
-    parameters = {name: located(name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = parameters_of(model)
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -91,7 +93,7 @@ def merge(holdings: Sequence[Holding]) -> Index:
                     f"'{key}': expected one shape on all ranks, found {list(entry.shape)} and {list(shape)}: part it "
                     "as a DTensor"
                 )
-            if piece is not None and all(piece.box != known.box for known in entry.pieces):
+            if piece is not None and all(piece.place != known.place for known in entry.pieces):
                 entry.pieces.append(piece)
     for key, entry in tensors.items():
         check_covered(f"'{key}'", entry)
@@ -114,12 +116,19 @@ def variants(holdings: Sequence[Holding]) -> dict[str, dict[int, str]]:
     return found
 
 
+def parameters_of(model: nn.Module) -> dict[str, Located]:
+    """What a process holds of every parameter, by all of its names."""
+    parted = sections(model)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: located(name, p.detach(), parted.get(name)) for name, p in named}
+
+
 def _add(holding: Holding, flattener: Flattener, key: str, where: Located) -> None:
-    whole = where.box == Box.whole(where.shape)
+    whole = where.place == Place.whole(where.shape)
     piece = None
     if where.value.numel():
-        path = key if whole else f"{key}@{','.join(map(str, where.box.offsets))}"
-        piece = Piece(where.box, flattener.flatten(where.value, path))
+        path = key if whole else f"{key}@{','.join(map(str, where.place.boxes[0].offsets))}"
+        piece = Piece(where.place, flattener.flatten(where.value, path))
     holding.entries[key] = (where.shape, piece)
 
 
@@ -153,17 +162,15 @@ def _optimizer(
 
 def _state_at(name: str, key: str, value: Tensor, parameter: Located) -> Located:
     """Where a state of a parameter lies: beside the parameter's own values, or alone where it has one number."""
-    found = located(f"{name}.{key}", value)
-    if found.value is not value:  # a DTensor tells by itself
-        return found
-    if value.numel() == parameter.value.numel() and (value.ndim or not parameter.value.ndim):
-        return Located(value, parameter.shape, parameter.box)
-    if value.ndim and parameter.box != Box.whole(parameter.shape):
+    held = local(value)
+    if held.numel() == parameter.value.numel() and (held.ndim or not parameter.value.ndim):
+        return Located(held, parameter.shape, parameter.place)
+    if held.ndim and parameter.place != Place.whole(parameter.shape):
         raise CheckpointError(
             f"'{name}': expected a state '{key}' of shape {list(parameter.value.shape)}, as this rank's part of the "
-            f"parameter has, found {list(value.shape)}: a state of another shape cannot be cut with its parameter"
+            f"parameter has, found {list(held.shape)}: a state of another shape cannot be cut with its parameter"
         )
-    return found
+    return located(f"{name}.{key}", value)
 
 
 def _merged(found: Sequence[OptimizerIndex]) -> OptimizerIndex:

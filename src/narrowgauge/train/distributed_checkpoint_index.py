@@ -1,7 +1,7 @@
 """What is in a checkpoint of many processes: `index.json`, and how the processes' parts of it are put together.
 
 Every stored tensor is a plain one under a key of its own, `model/NAME` or `optimizer/NAME/KEY`, with `@` and the
-offsets behind it where it is a part. A tensor of the run is an entry: its shape, and pieces, each with its box and a
+offsets behind it where it is a part. A tensor of the run is an entry: its shape, and pieces, each with its place and a
 node as `train.state` writes them, so that codes, scales and amax are separate plain tensors.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from narrowgauge.errors import CheckpointError
-from narrowgauge.train.distributed_checkpoint_pieces import Box, Shape
+from narrowgauge.train.distributed_checkpoint_pieces import Box, Place, Shape
 
 INDEX = "index.json"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -38,7 +38,7 @@ class Stored:
 class Piece:
     """A part of an entry. node: {"$tensor": key}, {"$quantized": ...} or {"$packed": ...}."""
 
-    box: Box
+    place: Place
     node: Any
 
 
@@ -114,7 +114,7 @@ class Index:
             document = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             tensors = {
                 key: Entry(
-                    tuple(entry["shape"]), [Piece(_box(piece["box"]), piece["node"]) for piece in entry["pieces"]]
+                    tuple(entry["shape"]), [Piece(_place(piece["place"]), piece["node"]) for piece in entry["pieces"]]
                 )
                 for key, entry in document["tensors"].items()
             }
@@ -143,7 +143,7 @@ class Index:
 
 def check_covered(what: str, entry: Entry) -> None:
     """Raise CheckpointError where the pieces of an entry are not all of it, each value once."""
-    boxes = [piece.box for piece in entry.pieces]
+    boxes = [box for piece in entry.pieces for box in piece.place.boxes]
     whole = Box.whole(entry.shape)
     outside = [box for box in boxes if box.meet(whole) != box]
     held = sum(box.numel for box in boxes)
@@ -185,8 +185,9 @@ def renamed(node: Any, names: dict[str, str]) -> Any:
     return {key: renamed(item, names) for key, item in node.items()}
 
 
-def _box(document: Any) -> Box:
-    return Box(tuple(document["offsets"]), tuple(document["sizes"]))
+def _place(document: Any) -> Place:
+    boxes = tuple(Box(tuple(each["offsets"]), tuple(each["sizes"])) for each in document["boxes"])
+    return Place(boxes, document["axis"])
 
 
 def _dtype(name: str) -> torch.dtype:

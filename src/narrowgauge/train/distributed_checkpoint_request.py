@@ -13,8 +13,9 @@ from narrowgauge.layers.delayed import is_state_name
 from narrowgauge.optim.base import MASTER
 from narrowgauge.optim.state import COPY
 from narrowgauge.train.distributed_checkpoint_assembly import Request
+from narrowgauge.train.distributed_checkpoint_collect import parameters_of
 from narrowgauge.train.distributed_checkpoint_index import MODEL, OPTIMIZER, Entry, Index
-from narrowgauge.train.distributed_checkpoint_pieces import Box, Located, located
+from narrowgauge.train.distributed_checkpoint_pieces import Located, Place
 from narrowgauge.train.weights import names_of_parameters
 
 Builds = dict[str, Callable[[], Any]]
@@ -40,7 +41,7 @@ def ask(
     checkpoint does not fit.
     """
     index, own = request.index, model.state_dict()
-    parameters = {name: located(name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = parameters_of(model)
     values: Builds = {}
     entries = index.names(MODEL)
     if missing := [name for name in own if name not in entries and not is_state_name(name.rpartition(".")[2])]:
@@ -51,14 +52,14 @@ def ask(
     for name, entry in entries.items():
         where = parameters.get(name)
         if where is None and name in own:
-            values[name] = request.part(name, entry, Box.whole(entry.shape))
+            values[name] = request.part(name, entry, Place.whole(entry.shape))
         elif where is not None:
             if entry.shape != where.shape:
                 raise CheckpointError(
                     f"{path} does not fit the model: '{name}' has shape {list(where.shape)}, and {list(entry.shape)} "
                     "was saved (size mismatch); build the model with the same configuration"
                 )
-            values[name] = request.part(name, entry, where.box)
+            values[name] = request.part(name, entry, where.place)
     tied = {name: names for names in names_of_parameters(model) for name in names}
     wanted = [list(tied)] if names is None else names
     optimizer = None if index.optimizer is None else _ask_optimizer(request, path, parameters, tied, wanted, names)
@@ -137,8 +138,8 @@ def _ask_optimizer(
 
 def _ask_state(request: Request, name: str, entry: Entry, parameter: Located) -> Callable[[], Any]:
     """The part of a state that goes with this process's part of the parameter; all of one that has another shape."""
-    box = parameter.box if entry.shape == parameter.shape else Box.whole(entry.shape)
-    return request.part(name, entry, box)
+    place = parameter.place if entry.shape == parameter.shape else Place.whole(entry.shape)
+    return request.part(name, entry, place)
 
 
 def _saved_name(index: Index, name: str, tied: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from narrowgauge.train.distributed_checkpoint_index import (
     keys_of,
     renamed,
 )
-from narrowgauge.train.distributed_checkpoint_pieces import Box
+from narrowgauge.train.distributed_checkpoint_pieces import Place
 from narrowgauge.train.state import restore
 
 
@@ -97,7 +98,6 @@ def _entry(node: Any, stored: dict[str, Stored], parameter: Entry | None) -> Ent
         else tuple(node[mark]["shape"]) if mark == "$packed"
         else stored[node[mark]["codes"]].shape
     )  # fmt: skip
-    box = Box.whole(shape)
-    if parameter is not None and shape and box.numel == Box.whole(parameter.shape).numel:
-        shape, box = parameter.shape, Box.whole(parameter.shape)
-    return Entry(shape, [Piece(box, node)])
+    if parameter is not None and shape and math.prod(shape) == math.prod(parameter.shape):
+        shape = parameter.shape
+    return Entry(shape, [Piece(Place.whole(shape), node)])
