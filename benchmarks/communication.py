@@ -181,14 +181,15 @@ def main() -> int:
                 }  # fmt: skip
     if not arguments.no_memory:
         shape = arguments.memory_preset
-        runs = {f"{name}, {VOCABULARY} tokens": on_ranks("memory", name, shape, VOCABULARY) for name in (OURS, "fp32")}
+        small = f"{shape} with {VOCABULARY} tokens"
+        runs = {f"{OURS}, {small}": on_ranks("memory", OURS, shape, VOCABULARY)}
         runs |= {f"{name}, {arguments.preset}": on_ranks("memory", name, arguments.preset) for name in (OURS, ALONE)}
         result["memory"] = runs
         rows = [[name, f"{run['storages']:.3f}", f"{run['peak']:.3f}"] for name, run in runs.items()]
-        print(common.table([f"bytes a parameter, {shape}", "storages after backward", "peak of the process"], rows))
+        print(common.table(["bytes a parameter", "storages after backward", "peak of the process"], rows))
         for name, what in (("storages", "storages after backward"), ("peak", "peak of the process")):
-            figures[f"bytes a parameter beyond parameters and optimizer state, {shape}: {what}"] = {
-                "measured": runs[f"{OURS}, {VOCABULARY} tokens"][name], "at_most": MOST_BYTES
+            figures[f"bytes a parameter beyond parameters and optimizer state, {small}: {what}"] = {
+                "measured": runs[f"{OURS}, {small}"][name], "at_most": MOST_BYTES
             }  # fmt: skip
     for name, figure in figures.items():
         print(f"{name:100} {figure['measured']:.3f}  {goal(figure)}  {'met' if is_met(figure) else 'missed'}")
