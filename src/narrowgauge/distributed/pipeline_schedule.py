@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, pipelining
+from torch.distributed import ProcessGroup
 
 from narrowgauge.distributed.stages import Span
 from narrowgauge.errors import ConfigError, NarrowgaugeError, closest
@@ -19,14 +19,14 @@ from narrowgauge.errors import ConfigError, NarrowgaugeError, closest
 class Schedule:
     """One of torch's schedules.
 
-    kind: torch's class of it. several: whether a rank may have more than one stage. default: how many it has where
-    nobody says. turns: whether stages run down the ranks and up again, two a rank, in place of round and round.
+    kind: torch's class of it, by name. several: whether a rank may have more than one stage. default: how many it has
+    where nobody says. turns: whether stages run down the ranks and up again, two a rank, in place of round and round.
     puts_off: whether weight gradients are a pass of their own (zero bubble). fills: whether it needs as many
     micro-batches as there are stages. in_rounds: whether micro-batches come in rounds of equal size.
     """
 
     name: str
-    kind: type
+    kind: str
     several: bool = False
     default: int = 1
     turns: bool = False
@@ -73,11 +73,11 @@ class Schedule:
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", pipelining.ScheduleGPipe),
-        Schedule("1f1b", pipelining.Schedule1F1B, fills=True),
-        Schedule("interleaved", pipelining.ScheduleInterleaved1F1B, several=True, default=2, in_rounds=True),
-        Schedule("zero_bubble", pipelining.ScheduleInterleavedZeroBubble, True, puts_off=True, in_rounds=True),
-        Schedule("zbv", pipelining.ScheduleZBVZeroBubble, True, 2, turns=True, puts_off=True),
+        Schedule("gpipe", "ScheduleGPipe"),
+        Schedule("1f1b", "Schedule1F1B", fills=True),
+        Schedule("interleaved", "ScheduleInterleaved1F1B", several=True, default=2, in_rounds=True),
+        Schedule("zero_bubble", "ScheduleInterleavedZeroBubble", True, puts_off=True, in_rounds=True),
+        Schedule("zbv", "ScheduleZBVZeroBubble", True, 2, turns=True, puts_off=True),
     )
 }
 
@@ -100,7 +100,9 @@ def make_stage(
     take_gradients: Callable[[], Callable[[], None]] | None,
 ) -> Any:
     """torch's stage. Examples of what it reads and sends are given, so that it learns no shapes by running."""
-    return pipelining.PipelineStage(
+    from torch.distributed.pipelining import PipelineStage  # on first use: it takes as long to load as half of torch
+
+    return PipelineStage(
         module,
         span.index,
         span.stages,
@@ -114,8 +116,10 @@ def make_stage(
 
 def make(schedule: Schedule, stages: list[Any], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
     """torch's schedule over this rank's stages. loss: of what the last stage gives and the targets."""
+    from torch.distributed import pipelining
+
     stage = stages if schedule.several else stages[0]
-    return schedule.kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
+    return getattr(pipelining, schedule.kind)(stage, micro_batches, loss_fn=loss, scale_grads=False)
 
 
 @contextmanager

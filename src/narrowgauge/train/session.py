@@ -109,6 +109,7 @@ class Session:
             requested = self.ranks.any(interruption.requested)  # a signal reaches the ranks one after the other
             if is_last or (self._is_due(config.eval_every) and not requested):
                 self._evaluate()
+                requested = self.ranks.any(interruption.requested)  # one may have arrived meanwhile
                 on_progress(self.step)
             stops = requested and not is_last
             if stops or is_last or self._is_due(config.save_every):
