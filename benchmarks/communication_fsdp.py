@@ -12,10 +12,7 @@ against.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import common
@@ -27,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import narrowgauge as ng
-from narrowgauge.distributed import layout, shard, wire
+from narrowgauge.distributed import layout, shard
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.gpt import GPT
 
@@ -69,11 +66,11 @@ def train(name: str, reduction: str) -> tuple[torch.nn.Module, torch.optim.Optim
     return model, torch.optim.AdamW(model.parameters())
 
 
-def measure(rank: int, store: str, steps: int, results: Any) -> None:
-    """One process: all runs, one after the other; the first puts down what loopback has sent in a step."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    ids = torch.randint(CONFIG.vocab_size, (SEQUENCES, TOKENS + 1), generator=torch.Generator().manual_seed(rank))
+def measure(steps: int) -> dict[str, dict[str, Any]]:
+    """Bytes of a step by run, e.g. "fp32 ideal": one rank's part of all runs, one after the other."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(CONFIG.vocab_size, (SEQUENCES, TOKENS + 1), generator=generator)
+    found: dict[str, dict[str, Any]] = {}
     for name, reduction in RUNS:
         model, optimizer = train(name, reduction)
 
@@ -82,35 +79,7 @@ def measure(rank: int, store: str, steps: int, results: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        step()
-        dist.barrier()
-        before = loopback.sent_bytes()
-        with wire.counted() as counted:
-            for _ in range(steps):
-                step()
-        dist.barrier()
-        sent = (loopback.sent_bytes() - before) / steps
-        if rank == 0:
-            rows = {f"{row.role} {row.collective} {row.dtype}": row.bytes / steps for row in counted.rows}
-            results.put((name, reduction, {"loopback_bytes": sent, "counted_bytes_of_a_rank": rows}))
-    dist.destroy_process_group()
-
-
-def run(steps: int) -> dict[str, dict[str, Any]]:
-    """Bytes of a step by run, e.g. "fp32 ideal"."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        processes = [context.Process(target=measure, args=(rank, store, steps, results)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        found: dict[str, dict[str, Any]] = {}
-        for _ in RUNS:
-            name, reduction, figures = results.get()
-            found[f"{name} {reduction}".strip()] = figures
-        for process in processes:
-            process.join()
+        found[f"{name} {reduction}".strip()] = loopback.figures_of(*loopback.of_a_step(step, steps), steps)
     return found
 
 
@@ -120,7 +89,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="write a file into benchmarks/results")
     arguments = parser.parse_args()
     loopback.run_alone()
-    found = run(arguments.steps)
+    found = loopback.on_ranks(RANKS, measure, arguments.steps)
     parameters = GPT(CONFIG, device="meta").parameter_count()
     ours = found["narrow8"]["loopback_bytes"]
     goals = {"fp32 ideal": MOST_OF_FP32, "bf16 ideal": MOST_OF_BF16}

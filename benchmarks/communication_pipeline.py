@@ -10,11 +10,7 @@ are the bytes that the stages hand to the network.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import common
 import loopback
@@ -23,7 +19,7 @@ import torch.distributed as dist
 from tables import goal, is_met
 
 import narrowgauge as ng
-from narrowgauge.distributed import layout, split_pipeline, wire
+from narrowgauge.distributed import Pipeline, layout, split_pipeline
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.gpt import GPT
 
@@ -36,30 +32,25 @@ BF16 = ng.CastSpec(ng.formats.BF16)
 RECIPES = {"narrow8": ng.recipe("narrow8"), "bf16": ng.recipe("narrow8").replace(pipeline_comm=BF16)}
 
 
-def measure(rank: int, store: str, steps: int, results: Any) -> None:
-    """One process: all schedules and recipes, one after the other; the first puts down what loopback has sent."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def measure(steps: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Bytes of a step by schedule and recipe: one rank's part of all runs, one after the other."""
+    found: dict[str, dict[str, dict[str, float]]] = {schedule: {} for schedule in SCHEDULES}
+    batches = _batches()
     for schedule in SCHEDULES:
         for name, recipe in RECIPES.items():
             model = GPT(CONFIG, device="cpu", generator=torch.Generator().manual_seed(0))
             pipeline = split_pipeline(model, layout(pipeline=RANKS), schedule)
             ng.prepare(pipeline.model, torch.optim.AdamW(pipeline.model.parameters()), recipe)
-            batches = _batches()
-            pipeline.step(batches)
-            dist.barrier()
-            before = loopback.sent_bytes()
-            with wire.counted() as counted:
-                for _ in range(steps):
-                    pipeline.model.zero_grad()
-                    pipeline.step(batches)
-            dist.barrier()
-            sent = (loopback.sent_bytes() - before) / steps
+
+            def step(pipeline: Pipeline = pipeline) -> None:
+                pipeline.model.zero_grad()
+                pipeline.step(batches)
+
+            sent, counted = loopback.of_a_step(step, steps)
             mine = torch.tensor([counted.bytes_of("pipeline_comm") / steps], dtype=torch.float64)
             dist.all_reduce(mine)
-            if rank == 0:
-                results.put((schedule, name, {"loopback_bytes": sent, "ideal_bytes": float(mine)}))
-    dist.destroy_process_group()
+            found[schedule][name] = {"loopback_bytes": sent, "ideal_bytes": float(mine)}
+    return found
 
 
 def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -69,31 +60,13 @@ def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
 
 
-def run(steps: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Bytes of a step by schedule and recipe."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        processes = [context.Process(target=measure, args=(rank, store, steps, results)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        found: dict[str, dict[str, dict[str, float]]] = {}
-        for _ in range(len(SCHEDULES) * len(RECIPES)):
-            schedule, name, figures = results.get()
-            found.setdefault(schedule, {})[name] = figures
-        for process in processes:
-            process.join()
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
     parser.add_argument("--json", action="store_true", help="write a file into benchmarks/results")
     arguments = parser.parse_args()
     loopback.run_alone()
-    found = run(arguments.steps)
+    found = loopback.on_ranks(RANKS, measure, arguments.steps)
     rows, figures = [], {}
     for schedule, by_recipe in found.items():
         ours, wide = by_recipe["narrow8"], by_recipe["bf16"]

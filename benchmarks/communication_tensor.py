@@ -13,20 +13,16 @@ reduce-scatter moves twice the bytes.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import common
 import loopback
 import torch
-import torch.distributed as dist
 from tables import goal, is_met
 
 import narrowgauge as ng
-from narrowgauge.distributed import layout, parallelize_tensor, wire
+from narrowgauge.distributed import layout, parallelize_tensor
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.gpt import GPT
 
@@ -48,12 +44,11 @@ def build(name: str, sequence: bool) -> torch.nn.Module:
     return model if name == KEPT else ng.prepare(model, None, name)[0]
 
 
-def measure(rank: int, store: str, steps: int, results: Any) -> None:
-    """One process: all runs, one after the other; the first puts down what loopback has sent in a step."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def measure(steps: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """Bytes of a step by kind of parallelism and run: one rank's part of all runs, one after the other."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(CONFIG.vocab_size, (SEQUENCES, CONFIG.context + 1), generator=generator)
+    found: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in KINDS}
     for kind, name in RUNS:
         model = build(name, KINDS[kind])
 
@@ -61,35 +56,7 @@ def measure(rank: int, store: str, steps: int, results: Any) -> None:
             model.zero_grad()
             model(ids[:, :-1], ids[:, 1:])[1].backward()
 
-        step()
-        dist.barrier()
-        before = loopback.sent_bytes()
-        with wire.counted() as counted:
-            for _ in range(steps):
-                step()
-        dist.barrier()
-        sent = (loopback.sent_bytes() - before) / steps
-        if rank == 0:
-            rows = {f"{row.role} {row.collective} {row.dtype}": row.bytes / steps for row in counted.rows}
-            results.put((kind, name, {"loopback_bytes": sent, "counted_bytes_of_a_rank": rows}))
-    dist.destroy_process_group()
-
-
-def run(steps: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Bytes of a step by kind of parallelism and run."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        processes = [context.Process(target=measure, args=(rank, store, steps, results)) for rank in range(RANKS)]
-        for process in processes:
-            process.start()
-        found: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in KINDS}
-        for _ in RUNS:
-            kind, name, figures = results.get()
-            found[kind][name] = figures
-        for process in processes:
-            process.join()
+        found[kind][name] = loopback.figures_of(*loopback.of_a_step(step, steps), steps)
     return found
 
 
@@ -99,7 +66,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="write a file into benchmarks/results")
     arguments = parser.parse_args()
     loopback.run_alone()
-    found = run(arguments.steps)
+    found = loopback.on_ranks(RANKS, measure, arguments.steps)
     figures, rows = {}, []
     for kind, runs in found.items():
         ours = runs[NARROW]["loopback_bytes"]
