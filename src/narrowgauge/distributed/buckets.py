@@ -6,7 +6,7 @@ start of each parameter and never hold values of two, so that no bit of a result
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from narrowgauge.distributed import codec
@@ -20,11 +20,9 @@ ALIGNMENT = 16  # bytes, of the rows within a part: any dtype of scales can be v
 class Segment(NamedTuple):
     """Consecutive values of a parameter, in logical order, which travel as one row of the codec.
 
-    place: which piece of its bucket. start: the first value within the parameter. offset: the row's first byte within
-    the part.
+    start: the first value within the parameter. offset: the row's first byte within the part.
     """
 
-    place: int
     start: int
     numel: int
     offset: int
@@ -40,19 +38,13 @@ class Piece(NamedTuple):
 
 class Bucket(NamedTuple):
     """Pieces of parameters that travel by one spec. parts: the segments that each rank sums; part_bytes: of the longest
-    part."""
+    part. segments: of each piece, (part, segment) in order."""
 
     spec: CastSpec
     pieces: tuple[Piece, ...]
     parts: tuple[tuple[Segment, ...], ...]
     part_bytes: int
-
-    def segments_of(self, place: int) -> Iterator[tuple[int, Segment]]:
-        """(part, segment) of one piece, in order."""
-        for rank, part in enumerate(self.parts):
-            for segment in part:
-                if segment.place == place:
-                    yield rank, segment
+    segments: tuple[tuple[tuple[int, Segment], ...], ...]
 
 
 def bucket_values(parameters: int) -> int:
@@ -91,14 +83,17 @@ def _bucket(spec: CastSpec, pieces: Sequence[Piece], ranks: int) -> Bucket:
     units = sum(-(-(piece.stop - piece.start) // unit) for piece in pieces)
     share = -(-units // ranks)
     parts: list[list[Segment]] = [[] for _ in range(ranks)]
+    segments: list[list[tuple[int, Segment]]] = [[] for _ in pieces]
     ends, dealt = [0] * ranks, 0
     for place, piece in enumerate(pieces):
         start = piece.start
         while start < piece.stop:
             rank = dealt // share
             numel = min(piece.stop - start, ((rank + 1) * share - dealt) * unit)
-            parts[rank].append(Segment(place, start, numel, ends[rank]))
+            segment = Segment(start, numel, ends[rank])
+            parts[rank].append(segment)
+            segments[place].append((rank, segment))
             ends[rank] += -(-codec.wire_bytes(numel, spec) // ALIGNMENT) * ALIGNMENT
             start += numel
             dealt += -(-numel // unit)
-    return Bucket(spec, tuple(pieces), tuple(map(tuple, parts)), max(ends))
+    return Bucket(spec, tuple(pieces), tuple(map(tuple, parts)), max(ends), tuple(map(tuple, segments)))

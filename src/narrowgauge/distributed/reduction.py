@@ -59,7 +59,7 @@ class Reduction:
         """Enter this rank's values of one piece: floating, flat, in logical order."""
         bucket = self.bucket
         first = bucket.pieces[place].start
-        for rank, segment in bucket.segments_of(place):
+        for rank, segment in bucket.segments[place]:
             row = values[segment.start - first : segment.start - first + segment.numel]
             start = self._head + segment.offset
             out = self._sent[rank, start : start + codec.wire_bytes(segment.numel, bucket.spec)]
@@ -98,7 +98,7 @@ class Reduction:
         found: list[list[Row]] = []
         for place in range(len(self.bucket.pieces)):
             rows = []
-            for rank, segment in self.bucket.segments_of(place):
+            for rank, segment in self.bucket.segments[place]:
                 end = segment.offset + codec.wire_bytes(segment.numel, spec)
                 rows.append(Row(segment.start, segment.numel, gathered[rank, segment.offset : end]))
             found.append(rows)
