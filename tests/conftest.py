@@ -6,9 +6,12 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+
+TEXT = "In winter the narrow gauge line up the valley ran twice a day, and {} wagons carried {} tons of slate.\n"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,3 +41,13 @@ def largest_file() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
     return limited
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small texts."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(12):
+        lines = [TEXT.format(number * line, line * line) for line in range(12)]
+        (folder / f"{number:02d}.txt").write_text("".join(lines))
+    return folder

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run
+from runs import ranks_of
 from safetensors.torch import load_file
 
 from narrowgauge.cli.main import main
@@ -19,47 +19,14 @@ from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.trained import Trained
 
 pytestmark = pytest.mark.multiproc
-TEXT = "In winter the narrow gauge line up the valley ran twice a day, and {} wagons carried {} tons of slate.\n"
 TIMEOUT_S = 300.0
 
 
 @pytest.fixture
-def make_values(tmp_path: Path) -> Any:
-    """The values of a small run's configuration, on a layout."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number in range(12):
-        lines = [TEXT.format(number * line, line * line) for line in range(12)]
-        (corpus / f"{number:02d}.txt").write_text("".join(lines))
-
-    def make(name: str, parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "model": {"layers": 2, "width": 64, "heads": 2, "kv_heads": 2, "ffn_width": 96, "context": 32},
-            "data": {"corpus": str(corpus / "*.txt"), "tokenizer": "bytes", "validation_fraction": 0.2},
-            "optimizer": {"lr": 1e-3},
-            "schedule": {"warmup_steps": 2},
-            "parallel": parallel,
-            "batch_size": 2,
-            "accumulation": 2,
-            "steps": 4,
-            "eval_every": 4,
-            "eval_batches": 2,
-            "save_every": 2,
-            "statistics_every": 0,
-            "sample_tokens": 0,
-            "threads": 1,
-            "cache_dir": str(tmp_path / "cache"),
-            "runs_dir": str(tmp_path / "runs"),
-            "name": name,
-        }
-        return values | changes
-
-    return make
-
-
-def ranks_of(parallel: dict[str, Any]) -> int:
-    """Processes of a layout."""
-    return math.prod(value for value in parallel.values() if value is not True)
+def make_values(make_values: Any) -> Any:
+    """As for all runs, with no more than what a checkpoint needs."""
+    less = {"batch_size": 2, "eval_every": 4, "statistics_every": 0, "sample_tokens": 0}
+    return lambda name, parallel, **changes: make_values(name, parallel, **less | changes)
 
 
 def _train(values: dict[str, Any]) -> Path:

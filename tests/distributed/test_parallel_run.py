@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
+from runs import ranks_of
 
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 from narrowgauge.observe import journal
@@ -21,7 +20,6 @@ from narrowgauge.train.sections import ParallelConfig
 
 pytestmark = pytest.mark.multiproc
 
-TEXT = "In winter the narrow gauge line up the valley ran twice a day, and {} wagons carried {} tons of slate.\n"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"data": 2},
     "partition": {"data": 2, "partition": True},
@@ -34,42 +32,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data x pipeline": {"data": 2, "pipeline": 2},
     "shard x tensor": {"shard": 2, "tensor": 2},
 }
-SEQUENCES = 4  # of a micro-batch, over all ranks that read different ones
-
-
-@pytest.fixture
-def make_values(tmp_path: Path) -> Any:
-    """The values of a small run's configuration, on a layout."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number in range(12):
-        lines = [TEXT.format(number * line, line * line) for line in range(12)]
-        (corpus / f"{number:02d}.txt").write_text("".join(lines))
-
-    def make(name: str, parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
-        batch_ranks = parallel.get("data", 1) * parallel.get("shard", 1)
-        values: dict[str, Any] = {
-            "model": {"layers": 2, "width": 64, "heads": 2, "kv_heads": 2, "ffn_width": 96, "context": 32},
-            "data": {"corpus": str(corpus / "*.txt"), "tokenizer": "bytes", "validation_fraction": 0.2},
-            "optimizer": {"lr": 1e-3},
-            "schedule": {"warmup_steps": 2},
-            "parallel": parallel,
-            "batch_size": SEQUENCES // max(batch_ranks, 1),
-            "accumulation": 2,
-            "steps": 4,
-            "eval_every": 2,
-            "eval_batches": 2,
-            "save_every": 2,
-            "statistics_every": 3,
-            "sample_tokens": 4,
-            "threads": 1,
-            "cache_dir": str(tmp_path / "cache"),
-            "runs_dir": str(tmp_path / "runs"),
-            "name": name,
-        }
-        return values | changes
-
-    return make
 
 
 def _train(values: dict[str, Any]) -> tuple[str, float, list[float]]:
@@ -79,15 +41,11 @@ def _train(values: dict[str, Any]) -> tuple[str, float, list[float]]:
     return result.status, result.last_loss, [event.loss for event in seen if isinstance(event, StepDone)]
 
 
-def _ranks(parallel: dict[str, Any]) -> int:
-    return math.prod(value for value in parallel.values() if value is not True)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_in_float32_is_that_of_one_process(layout: str, make_values: Any) -> None:
     parallel = LAYOUTS[layout]
     one = loop.run(TrainConfig.from_dict(make_values("one", {}, recipe="fp32")))
-    found = run(_ranks(parallel), _train, make_values("several", parallel, recipe="fp32"), timeout_s=300)
+    found = run(ranks_of(parallel), _train, make_values("several", parallel, recipe="fp32"), timeout_s=300)
     assert {status for status, _, _ in found} == {Status.FINISHED}
     assert len({last for _, last, _ in found}) == 1  # all ranks know the same loss
     assert [len(losses) for _, _, losses in found] == [4] + [0] * (len(found) - 1)
@@ -106,7 +64,7 @@ def test_a_run_in_8_bits_stays_near_that_of_one_process(layout: str, recipe: str
     shape = {"layers": 2, "width": 64, "heads": 2, "ffn_width": 96, "context": 64, "positions": "learned"}
     one = loop.run(TrainConfig.from_dict(make_values("one", {}, recipe=recipe, model=shape)))
     values = make_values("several", parallel, recipe=recipe, model=shape)
-    found = run(_ranks(parallel), _train, values, timeout_s=300)
+    found = run(ranks_of(parallel), _train, values, timeout_s=300)
     rows = [journal.read(one.run_dir.parent / name / "journal.jsonl").of_kind("step") for name in ("one", "several")]
     # the forward pass of the first step is that of one process, but for what travels within it
     assert rows[1][0]["loss"] == pytest.approx(rows[0][0]["loss"], rel=2e-3)

@@ -16,18 +16,6 @@ from narrowgauge.observe import journal
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.run_folder import RunFolder
 
-TEXT = "In winter the narrow gauge line up the valley ran twice a day, and {} wagons carried {} tons of slate.\n"
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small texts."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(12):
-        lines = [TEXT.format(number * line, line * line) for line in range(12)]
-        (folder / f"{number:02d}.txt").write_text("".join(lines))
-    return folder
-
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
