@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.distributed import collectives, wire
+from narrowgauge.distributed.two_way import two_way
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.ops.ranked import from_ranked_rows, ranked_rows
 from narrowgauge.recipes.spec import CastSpec
@@ -68,7 +68,7 @@ class Exchange(NamedTuple):
 
 def enter(x: Tensor, exchange: Exchange) -> Tensor:
     """`x`, the same on all ranks, whose gradient is the sum of theirs."""
-    return _Enter.apply(x, exchange)  # type: ignore[no-any-return]
+    return two_way(x, lambda x: x.view_as(x), exchange.sum_of_all)
 
 
 def leave(x: Tensor, exchange: Exchange) -> Tensor:
@@ -78,24 +78,12 @@ def leave(x: Tensor, exchange: Exchange) -> Tensor:
 
 def gather(x: Tensor, exchange: Exchange) -> Tensor:
     """Whole sequences from parts; the gradient of a part is the sum over ranks."""
-    return _Gather.apply(x, exchange)  # type: ignore[no-any-return]
+    return two_way(x, exchange.gather_sequences, exchange.sum_sequences)
 
 
 def scatter(x: Tensor, exchange: Exchange) -> Tensor:
     """This rank's part of the sum over ranks; the gradient of each term is that of the whole."""
-    return _Scatter.apply(x, exchange)  # type: ignore[no-any-return]
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sum_of_all(grad), None
+    return two_way(x, exchange.sum_sequences, exchange.gather_sequences)
 
 
 class _Leave(torch.autograd.Function):
@@ -106,27 +94,3 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.gather_sequences(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sum_sequences(grad), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.sum_sequences(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.gather_sequences(grad), None

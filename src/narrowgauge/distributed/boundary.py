@@ -6,13 +6,11 @@ shape and dtype, so the same buffer carries codes of gradients backward. Nothing
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.distributed import codec, wire
+from narrowgauge.distributed.two_way import two_way
 from narrowgauge.errors import ConversionError
 from narrowgauge.recipes.spec import CastSpec
 
@@ -72,34 +70,14 @@ class Boundary:
 
 def pack(values: Tensor, boundary: Boundary) -> Tensor:
     """What a stage sends on; in backward a carrier of gradients comes back and is decoded."""
-    return _Pack.apply(values, boundary)  # type: ignore[no-any-return]
+    return two_way(values, boundary.encode, boundary.decode)
 
 
 def unpack(carrier: Tensor, boundary: Boundary) -> Tensor:
     """What a stage has received; in backward the gradient is encoded into a carrier."""
-    return _Unpack.apply(carrier, boundary)  # type: ignore[no-any-return]
 
-
-class _Pack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, boundary: Boundary) -> Tensor:
-        ctx.boundary = boundary
-        return boundary.encode(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, carrier: Tensor) -> tuple[Tensor, None]:
-        return ctx.boundary.decode(carrier), None
-
-
-class _Unpack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, boundary: Boundary) -> Tensor:
-        ctx.boundary = boundary
+    def decode(carrier: Tensor) -> Tensor:
         values = boundary.decode(carrier)
         return values.view_as(values) if values is carrier else values  # the buffer is received into again
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.boundary.encode(grad), None
+    return two_way(carrier, decode, boundary.encode)
