@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.distributed import Layout, layout
+from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.errors import ConfigError, NarrowgaugeError
+from narrowgauge.ops.reduce import any_of
 from narrowgauge.train.sections import ParallelConfig
 
 T = TypeVar("T")
@@ -84,7 +86,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process."""
-        return self._reduce([float(flag)], dist.ReduceOp.MAX, None)[0] > 0 if self.layout is not None else flag
+        return flag if self.layout is None else any_of(flag, GroupReducer(None), self.layout.mesh.device_type)
 
     def mean(self, value: float) -> float:
         """The mean over processes that read different sequences, taken in the same order on all."""
@@ -94,7 +96,9 @@ class Ranks:
         """Sums over processes that read different sequences."""
         if self.layout is None or self.batch_ranks == 1:
             return values
-        return self._reduce(values, dist.ReduceOp.SUM, self.layout.batch)
+        total = torch.tensor(values, dtype=torch.float64, device=self.layout.mesh.device_type)
+        dist.all_reduce(total, group=self.layout.batch)
+        return total.tolist()
 
     def text(self, text: str) -> str:
         """The text of the first process that has any."""
@@ -103,14 +107,6 @@ class Ranks:
         found: list[Any] = [""] * dist.get_world_size()
         dist.all_gather_object(found, text)
         return next((each for each in found if each), "")
-
-    def _reduce(self, values: list[float], how: Any, group: dist.ProcessGroup | None) -> list[float]:
-        assert self.layout is not None
-        device = self.layout.mesh.device_type
-        tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        # a maximum may drop NaN, and flags hold none; a sum keeps it
-        dist.all_reduce(tensor, how, group=group)
-        return tensor.tolist()
 
 
 ONE = Ranks()
