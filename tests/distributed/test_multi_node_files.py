@@ -26,7 +26,7 @@ def stubs(tmp_path):
     """A folder with programs in place of torchrun and Slurm's: torchrun prints its arguments, a line each."""
     programs = {
         "torchrun": ECHO,
-        "scontrol": "#!/usr/bin/env bash\necho node7; echo node8\n",
+        "scontrol": "#!/usr/bin/env bash\nprintf 'node%d\\n' {7..20000}\n",  # more than a pipe holds
         "srun": '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
     }
     for name, text in programs.items():
