@@ -41,15 +41,21 @@ def same(a: Tensor, b: Tensor) -> bool:
     ("fmt", "rule", "block"),
     [
         *itertools.product((E4M3FN, E5M2, INT8, E2M1FN), (E8M0_UP, CURRENT), (128,)),
-        (E4M3FN, E8M0_FLOOR, 1500), (INT4, CURRENT_POW2, 6), (E4M3FN, CURRENT, 1),
+        (E4M3FN, E8M0_FLOOR, 1500), (INT4, CURRENT_POW2, 6), (E4M3FN, CURRENT, 1), (E4M3FN, E8M0_UP, 48),
     ],
     ids=str,
 )  # fmt: skip
 def test_the_kernels_give_the_bytes_of_the_twin(fmt: Format, rule: ScaleRule, block: int, key: Tensor | None) -> None:
     form = WireFormat(fmt, block, rule)
-    for (rows, n, numel), dtype in zip(SHAPES, (torch.float32, torch.bfloat16, torch.float32), strict=True):
+    cases = (
+        (torch.float32, True, 3.0),
+        (torch.bfloat16, False, 2.0),
+        (torch.float16, False, 0.5),
+        (torch.float32, True, 4.0),
+    )
+    for (rows, n, numel), (dtype, fed_back, divisor) in zip((*SHAPES, SHAPES[0]), cases, strict=True):
         x = values(numel, dtype)
-        residual = None if dtype is torch.bfloat16 else values(numel, seed=1).nan_to_num(0.0, 0.0, 0.0) / 100
+        residual = None if not fed_back else values(numel, seed=1).nan_to_num(0.0, 0.0, 0.0) / 100
         found, expected = (torch.zeros(rows, form.row_bytes(n), dtype=torch.uint8) for _ in range(2))
         kept = [None if residual is None else residual.clone() for _ in range(2)]
         cpu_wire.encode(x, rows, n, form, key, 3, kept[0], found)
@@ -61,11 +67,11 @@ def test_the_kernels_give_the_bytes_of_the_twin(fmt: Format, rule: ScaleRule, bl
             cpu_wire.decode(found, n, form, decoded[0])
             twin_wire.decode(found, n, form, decoded[1])
             assert same(*decoded)
-        assert same(cpu_wire.reduce(found, n, form, 3.0), twin_wire.reduce(found, n, form, 3.0))
+        assert same(cpu_wire.reduce(found, n, form, divisor), twin_wire.reduce(found, n, form, divisor))
         sums = [torch.zeros(form.row_bytes(n), dtype=torch.uint8) for _ in range(2)]
         kept = [None if residual is None else residual[:n].clone() for _ in range(2)]
-        cpu_wire.reduce_and_encode(found, n, form, 3.0, key, 4, kept[0], sums[0])
-        twin_wire.reduce_and_encode(found, n, form, 3.0, key, 4, kept[1], sums[1])
+        cpu_wire.reduce_and_encode(found, n, form, divisor, key, 4, kept[0], sums[0])
+        twin_wire.reduce_and_encode(found, n, form, divisor, key, 4, kept[1], sums[1])
         assert torch.equal(*sums)
         assert kept[0] is None or kept[1] is None or same(kept[0], kept[1])
 

@@ -151,7 +151,7 @@ def _maximum_of(count: int) -> Any:
     return largest
 
 
-largest_of_16, largest_of_32 = _maximum_of(16), _maximum_of(32)
+largest_of_16, largest_of_32, largest_of_128 = (_maximum_of(count) for count in (16, 32, 128))
 
 
 @intrinsic

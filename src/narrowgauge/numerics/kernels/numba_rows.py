@@ -105,11 +105,11 @@ def carry_row(scaled: Any, layout: Any, factors: Any, carrier: Any) -> None:
         value = bits_of(f32(f32(float_of(clamped) + grid) - grid))
         value = i32((NAN if magnitude > INFINITY else value) | i32(bits & SIGN))
         product = bits_of(f32(float_of(value) * factors[i]))
-        carrier[i] = _bfloat16_bits(product) if carrier.itemsize == 2 else product
+        carrier[i] = bfloat16_bits(product) if carrier.itemsize == 2 else product
 
 
 @njit(nogil=True, cache=True)
-def _bfloat16_bits(bits: int) -> int:
+def bfloat16_bits(bits: int) -> int:
     """Bits of bfloat16, rounded to nearest even from those of a float32."""
     rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
     return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
@@ -120,7 +120,7 @@ def multiply_row(values: Any, factors: Any, out: Any) -> None:
     """out = values * factors, as bits: int32 (float32), or uint16 (bfloat16, rounded once to nearest even)."""
     for i in range(len(out)):
         product = bits_of(f32(float_of(values[i]) * factors[i]))
-        out[i] = _bfloat16_bits(product) if out.itemsize == 2 else product
+        out[i] = bfloat16_bits(product) if out.itemsize == 2 else product
 
 
 @njit(nogil=True, cache=True)

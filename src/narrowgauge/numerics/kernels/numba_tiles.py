@@ -12,7 +12,16 @@ import numpy as np
 from numba import njit, prange
 
 from narrowgauge.numerics.kernels import numba_integers, numba_rows, numba_scales
-from narrowgauge.numerics.kernels.numba_bits import bits_of, borrow, fill_16, hold, largest_of_16, largest_of_32, widen
+from narrowgauge.numerics.kernels.numba_bits import (
+    bits_of,
+    borrow,
+    fill_16,
+    hold,
+    largest_of_16,
+    largest_of_32,
+    largest_of_128,
+    widen,
+)
 
 i32 = np.int32
 
@@ -35,6 +44,9 @@ def largest_of_tiles(x: Any, width: int, largest: Any) -> None:
     elif width == 32:
         for t in range(whole):
             largest[t] = bits_of(widen(largest_of_32(x, 32 * t)))
+    elif width == 128:
+        for t in range(whole):
+            largest[t] = bits_of(widen(largest_of_128(x, 128 * t)))
     else:
         for t in range(whole):
             largest[t] = numba_rows.largest_of(x[width * t : width * t + width])

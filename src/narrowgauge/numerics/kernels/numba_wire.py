@@ -15,6 +15,7 @@ from narrowgauge.numerics.formats import E4M3FN
 from narrowgauge.numerics.kernels import numba_packing, numba_rows, numba_scales, numba_tiles
 from narrowgauge.numerics.kernels import numba_wire_rows as rows
 from narrowgauge.numerics.kernels.numba_bits import INFINITY, borrow, hold, layout, stream_line
+from narrowgauge.numerics.kernels.numba_vectors import LANES
 
 f32 = np.float32
 
@@ -31,6 +32,12 @@ def _sizes(n: int, wire: Any) -> tuple[int, int, int]:
     code_bytes = (n * bits + 7) // 8
     scale_bytes = 4 if rule == numba_scales.CURRENT or rule == numba_scales.CURRENT_POW2 else 1
     return code_bytes, scale_bytes, code_bytes + (n + width - 1) // width * scale_bytes
+
+
+@njit(nogil=True, cache=True)
+def _in_vectors(wire: Any) -> bool:
+    """Whether codes and tiles are those that `numba_vectors` knows."""
+    return wire[0] % LANES == 0 and wire[3] == _E4M3[0]
 
 
 @njit(nogil=True, cache=True)
@@ -73,14 +80,15 @@ def _encode_part(
     numba_tiles.largest_of_tiles(source, width, largest)
     numba_scales.scales_of(largest, rule, layout, 0, quant_scale, factor, words, stored)
     rows.store_scales(largest, words, stored, len(scales) // len(largest), scales)
-    numba_tiles.repeat(quant_scale, width, 0, spread)
     codes = unpacked if bits == 4 else out
     if not (random[0] or len(residual) or layout[5]):
-        if layout[0] == _E4M3[0]:
-            rows.encode_e4m3_row(source, spread, codes)
+        if _in_vectors(wire):
+            rows.encode_e4m3_tiles(source, quant_scale, width, codes)
         else:
+            numba_tiles.repeat(quant_scale, width, 0, spread)
             numba_rows.scale_and_encode_row(source, spread, layout, codes)
     else:
+        numba_tiles.repeat(quant_scale, width, 0, spread)
         numba_rows.scale_row(source, spread, scaled)
         if random[0]:
             numba_rows.draw_row(random[1], random[2], at // 4, random_words[: (at % 4 + len(scaled) + 3) // 4 * 4])
@@ -154,19 +162,43 @@ def encode_parallel(
 
 @njit(nogil=True, cache=True)
 def _load_part(buffer: Any, row_at: int, start: int, n: int, wire: Any, areas: Any) -> Any:
-    """The codes of a part of the row that begins at `row_at`, one a byte; their factors go into the area `spread`."""
-    width, bits, layout = wire[0], wire[2], wire[3:]
+    """The codes of a part of the row that begins at `row_at`, one a byte; their factors go into the area `factor`."""
+    bits, layout = wire[2], wire[3:]
     code_bytes, scale_size, _ = _sizes(n, wire)
-    _, words, _, _, factor, source, _, _, spread, unpacked = areas
+    _, words, _, _, factor, source, _, _, _, unpacked = areas
     codes_at = row_at + start * bits // 8
-    scales_at = row_at + code_bytes + start // width * scale_size
+    scales_at = row_at + code_bytes + start // wire[0] * scale_size
     rows.load_scales(buffer[scales_at : scales_at + len(factor) * scale_size], scale_size, words, factor)
-    numba_tiles.repeat(factor, width, 0, spread)
     codes = buffer[codes_at : codes_at + (len(source) * bits + 7) // 8]
     if bits == 4:
         rows.unpack4(codes, unpacked, layout[5] != 0)
         codes = unpacked
     return codes
+
+
+@njit(nogil=True, cache=True)
+def _decode_part(codes: Any, wire: Any, areas: Any, out: Any) -> None:
+    """out = what the codes and factors of `_load_part` say, int32 (float32) or uint16 (bfloat16)."""
+    _, _, _, _, factor, source, scaled, _, spread, _ = areas
+    if not _in_vectors(wire):
+        numba_tiles.repeat(factor, wire[0], 0, spread)
+        rows.decode_row(codes, spread, wire[3:], scaled, out)
+    elif out.itemsize == 4:
+        rows.decode_e4m3_tiles(codes, factor, wire[0], False, out)
+    else:
+        rows.decode_e4m3_tiles(codes, factor, wire[0], False, source)
+        rows.narrow_row(source, out)
+
+
+@njit(nogil=True, cache=True)
+def _accumulate_part(codes: Any, wire: Any, areas: Any) -> None:
+    """Add what the codes and factors of `_load_part` say to the area `source`."""
+    _, _, _, _, factor, source, scaled, _, spread, _ = areas
+    if _in_vectors(wire):
+        rows.accumulate_e4m3_tiles(codes, factor, wire[0], source)
+    else:
+        numba_tiles.repeat(factor, wire[0], 0, spread)
+        rows.accumulate_row(codes, spread, wire[3:], scaled, source)
 
 
 @njit(nogil=True, cache=True)
@@ -189,18 +221,17 @@ def decode_serial(
         if count <= 0:
             break
         areas = _areas(scratch, (count + width - 1) // width, count, part, most)
-        codes, values, scaled, spread = (
-            _load_part(buffer, row * stride, start, n, wire, areas),
-            areas[5],
-            areas[6],
-            areas[8],
-        )
-        if streamed and at % 16 == 0 and count % 16 == 0:
-            rows.decode_row(codes, spread, wire[3:], scaled, values)
-            for i in range(0, count, 16):
-                stream_line(values, i, out, at + i)
+        codes, factor, values = _load_part(buffer, row * stride, start, n, wire, areas), areas[4], areas[5]
+        if not streamed or at % LANES:
+            _decode_part(codes, wire, areas, out[at : at + count])
+        elif _in_vectors(wire):
+            rows.decode_e4m3_tiles(codes, factor, width, True, out[at : at + count])
         else:
-            rows.decode_row(codes, spread, wire[3:], scaled, out[at : at + count])
+            _decode_part(codes, wire, areas, values)
+            whole = count // LANES * LANES
+            for i in range(0, whole, LANES):
+                stream_line(values, i, out, at + i)
+            out[at + whole : at + count] = values[whole:]
     hold(scratch)
 
 
@@ -230,13 +261,13 @@ def reduce_serial(
         count = min(part, n - start)
         tiles = (count + width - 1) // width
         areas = _areas(scratch, tiles, count, part, most)
-        source, scaled, spread = areas[5], areas[6], areas[8]
+        source, scaled = areas[5], areas[6]
         for row in range(ranks):
             codes = _load_part(buffer, row * stride, start, n, wire, areas)
             if row == 0:
-                rows.decode_row(codes, spread, wire[3:], scaled, source)
+                _decode_part(codes, wire, areas, source)
             else:
-                rows.accumulate_row(codes, spread, wire[3:], scaled, source)
+                _accumulate_part(codes, wire, areas)
         if divisor != 1.0:
             rows.divide_row(source, f32(divisor))
         if len(total):

@@ -1,7 +1,7 @@
 """Steps of `numba_wire` on a run of values that fits the first-level cache, each one loop that LLVM vectorizes.
 
-Arrays are as in `numba_rows`. E4M3FN and E5M2, which most of the traffic is in, have loops of their own: with constants
-for shifts, and code and value in one pass.
+Arrays are as in `numba_rows`. E4M3FN, which nearly all traffic is in, goes in vectors where tiles are whole ones, and
+E5M2 has loops of its own, with constants for shifts, and code and value in one pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from narrowgauge.numerics.formats import E4M3FN, E5M2
-from narrowgauge.numerics.kernels import numba_integers, numba_packing, numba_rows, numba_scales
+from narrowgauge.numerics.kernels import numba_integers, numba_packing, numba_rows, numba_scales, numba_tiles
 from narrowgauge.numerics.kernels.numba_bits import (
     INFINITY,
     MAGNITUDE,
@@ -23,10 +23,14 @@ from narrowgauge.numerics.kernels.numba_bits import (
     shift_right,
     widen,
 )
+from narrowgauge.numerics.kernels.numba_vectors import LANES, accumulate_16, decode_16, encode_16, prefetch, stream_16
 
 i16, i32, f32, u8 = np.int16, np.int32, np.float32, np.uint8
 
 _E4M3, _E5M2 = layout(E4M3FN), layout(E5M2)
+# values of the next part, which are on their way from memory while those of this one are encoded
+_AHEAD = 2 * numba_tiles.RUN
+
 _LEAST, _TOP = i32(_E4M3[1]), i32(_E4M3[2])
 _ALIGN, _FIRST = i32(_E4M3[0] << 23), i32(_E4M3[1] >> _E4M3[0])
 
@@ -49,8 +53,13 @@ def add_row(x: Any, residual: Any, out: Any) -> None:
 @njit(nogil=True, cache=True, error_model="numpy")
 def divide_row(total: Any, divisor: float) -> None:
     """total = total / divisor."""
-    for i in range(len(total)):
-        total[i] = bits_of(f32(float_of(total[i]) / divisor))
+    inverse = f32(f32(1.0) / divisor)
+    if f32(inverse * divisor) == f32(1.0) and i32(bits_of(divisor) & i32(0x7FFFFF)) == i32(0):  # a power of two
+        for i in range(len(total)):
+            total[i] = bits_of(f32(float_of(total[i]) * inverse))
+    else:
+        for i in range(len(total)):
+            total[i] = bits_of(f32(float_of(total[i]) / divisor))
 
 
 @njit(nogil=True, cache=True)
@@ -61,23 +70,65 @@ def subtract_row(source: Any, sent: Any, residual: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def encode_e4m3_row(x: Any, scales: Any, codes: Any) -> None:
-    """codes = encode(x * scales) in E4M3FN, to nearest even, saturating; NaN is any code, see `clear_codes`."""
-    for i in range(len(codes)):
-        bits = bits_of(f32(widen(x[i]) * scales[i]))
-        clamped = i32(min(i32(bits & MAGNITUDE), _TOP))
-        exponent = i32(max(i32(clamped & INFINITY), _LEAST))
-        grid = i32(exponent + _ALIGN)  # see `numba_rows.encode_row`
-        steps = i32(bits_of(f32(float_of(clamped) + float_of(grid))) - grid)
-        code = i32(i32(steps + shift_right(exponent, i32(20))) - _FIRST)
-        codes[i] = u8(i32(code | i32(shift_right(bits, i32(24)) & i32(0x80))))
+def encode_e4m3_tiles(x: Any, scales: Any, width: int, codes: Any) -> None:
+    """codes = encode(x * scale of its tile) in E4M3FN, to nearest even, saturating; NaN is any code, see `clear_codes`.
+
+    Tiles have `width` values, a multiple of 16; the last may be ragged.
+    """
+    for t in range(len(scales)):
+        scale, start, stop = scales[t], t * width, min(t * width + width, len(codes))
+        whole = start + (stop - start) // LANES * LANES
+        for i in range(start, whole, LANES):
+            prefetch(x, i + _AHEAD)
+            encode_16(x, i, scale, codes, i)
+        for i in range(whole, stop):
+            codes[i] = _e4m3_code(bits_of(f32(widen(x[i]) * scale)))
+
+
+@njit(nogil=True, cache=True)
+def decode_e4m3_tiles(codes: Any, factors: Any, width: int, streamed: bool, out: Any) -> None:
+    """out (float32) = codes * factor of its tile; tiles as above. streamed: `out` begins on a cache line."""
+    for t in range(len(factors)):
+        factor, start, stop = factors[t], t * width, min(t * width + width, len(out))
+        whole = start + (stop - start) // LANES * LANES
+        if streamed:
+            for i in range(start, whole, LANES):
+                stream_16(codes, i, factor, out, i)
+        else:
+            for i in range(start, whole, LANES):
+                decode_16(codes, i, factor, out, i)
+        for i in range(whole, stop):
+            out[i] = bits_of(f32(_e4m3_value(codes[i]) * factor))
+
+
+@njit(nogil=True, cache=True)
+def accumulate_e4m3_tiles(codes: Any, factors: Any, width: int, total: Any) -> None:
+    """total = total + codes * factor of its tile, in float32, both operations rounded; tiles as above."""
+    for t in range(len(factors)):
+        factor, start, stop = factors[t], t * width, min(t * width + width, len(total))
+        whole = start + (stop - start) // LANES * LANES
+        for i in range(start, whole, LANES):
+            accumulate_16(codes, i, factor, total, i)
+        for i in range(whole, stop):
+            total[i] = bits_of(f32(float_of(total[i]) + f32(_e4m3_value(codes[i]) * factor)))
+
+
+@njit(nogil=True, cache=True)
+def _e4m3_code(bits: int) -> int:
+    clamped = i32(min(i32(bits & MAGNITUDE), _TOP))
+    exponent = i32(max(i32(clamped & INFINITY), _LEAST))
+    grid = i32(exponent + _ALIGN)  # see `numba_rows.encode_row`
+    steps = i32(bits_of(f32(float_of(clamped) + float_of(grid))) - grid)
+    code = i32(i32(steps + shift_right(exponent, i32(20))) - _FIRST)
+    return u8(i32(code | i32(shift_right(bits, i32(24)) & i32(0x80))))
 
 
 @njit(nogil=True, cache=True)
 def _e4m3_value(code: int) -> float:
-    """The value of a code over 256: as float16, whose subnormals hold E4M3FN's; the mask takes the second sign away."""
+    """The value of a code: by float16, whose subnormals hold E4M3FN's; the mask takes the second sign away."""
     half = i16(i16(i16(np.int8(code)) << 7) & i16(-0x4001))
-    return widen(i16(0x7E00) if i16(half & i16(0x7FFF)) == i16(0x7F << 7) else half)
+    half = i16(0x7E00) if i16(half & i16(0x7FFF)) == i16(0x7F << 7) else half
+    return f32(widen(half) * f32(256.0))
 
 
 @njit(nogil=True, cache=True)
@@ -88,10 +139,7 @@ def _e5m2_value(code: int) -> float:
 @njit(nogil=True, cache=True)
 def decode_row(codes: Any, factors: Any, layout: Any, scratch: Any, out: Any) -> None:
     """out = codes * factors: int32 (float32), or uint16 (bfloat16, rounded once)."""
-    if out.itemsize == 4 and layout[0] == _E4M3[0]:
-        for i in range(len(out)):
-            out[i] = bits_of(f32(f32(_e4m3_value(codes[i]) * f32(256.0)) * factors[i]))
-    elif out.itemsize == 4 and layout[0] == _E5M2[0]:
+    if out.itemsize == 4 and layout[0] == _E5M2[0]:
         for i in range(len(out)):
             out[i] = bits_of(f32(_e5m2_value(codes[i]) * factors[i]))
     else:
@@ -102,17 +150,20 @@ def decode_row(codes: Any, factors: Any, layout: Any, scratch: Any, out: Any) ->
 @njit(nogil=True, cache=True)
 def accumulate_row(codes: Any, factors: Any, layout: Any, scratch: Any, total: Any) -> None:
     """total = total + codes * factors, in float32, both operations rounded."""
-    if layout[0] == _E4M3[0]:
-        for i in range(len(total)):
-            value = f32(f32(_e4m3_value(codes[i]) * f32(256.0)) * factors[i])
-            total[i] = bits_of(f32(float_of(total[i]) + value))
-    elif layout[0] == _E5M2[0]:
+    if layout[0] == _E5M2[0]:
         for i in range(len(total)):
             total[i] = bits_of(f32(float_of(total[i]) + f32(_e5m2_value(codes[i]) * factors[i])))
     else:
         decode_plain_row(codes, layout, scratch)
         for i in range(len(total)):
             total[i] = bits_of(f32(float_of(total[i]) + f32(float_of(scratch[i]) * factors[i])))
+
+
+@njit(nogil=True, cache=True)
+def narrow_row(values: Any, out: Any) -> None:
+    """out = values, bits of float32, in bfloat16, rounded once."""
+    for i in range(len(out)):
+        out[i] = numba_rows.bfloat16_bits(values[i])
 
 
 @njit(nogil=True, cache=True)
