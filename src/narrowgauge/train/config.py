@@ -60,6 +60,7 @@ class TrainConfig:
         eval_every: steps between validations; 0: at the end only.
         eval_batches: micro-batches a validation reads.
         save_every: steps between checkpoints; 0: at the end only.
+        save_async: write checkpoints on the way beside training, from copies; the last one is always waited for.
         keep_last: checkpoints kept.
         log_every: steps between progress lines; the journal has every step.
         statistics_every: steps between counts of saturated and flushed values; 0: never.
@@ -94,6 +95,7 @@ class TrainConfig:
     eval_every: int = 100
     eval_batches: int = 20
     save_every: int = 100
+    save_async: bool = False
     keep_last: int = 3
     log_every: int = 10
     statistics_every: int = 50

@@ -23,6 +23,7 @@ from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.train.checkpoint import save
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.folder import remove_unfinished, verify, write_file
+from narrowgauge.train.save_handle import SaveHandle
 
 LOCK = ".lock"  # holds the name of the launch that made the folder, where it has one
 LAST_GOOD = "last-good"  # asks for the newest checkpoint that is whole
@@ -167,18 +168,20 @@ class RunFolder:
             ) from None
         return step
 
-    def save(self, step: int, keep_last: int, model: nn.Module, optimizer: torch.optim.Optimizer, **extra: Any) -> Path:
-        """Write the checkpoint of `step`, then remove all but the last `keep_last`. Raises CheckpointError.
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, asynchronous: bool = False, **extra: Any
+    ) -> Path | SaveHandle:
+        """Write the checkpoint of `step`: all processes of the run call it. Raises CheckpointError.
 
-        Of a run of several processes all call it; the one that holds the lock removes.
+        asynchronous: from copies, by a thread; returns at once.
         """
-        path = save(self.checkpoint(step), model, optimizer, step=step, **extra)
-        if self._lock is None:
-            return path
-        earlier = [s for s in self.steps() if s < step]
+        return save(self.checkpoint(step), model, optimizer, asynchronous=asynchronous, step=step, **extra)
+
+    def remove_before(self, step: int, keep_last: int) -> None:
+        """Remove all but the last `keep_last` checkpoints up to that of `step`; only the holder of the lock does."""
+        earlier = [s for s in self.steps() if s < step] if self._lock is not None else []
         for old in earlier[: max(len(earlier) - (keep_last - 1), 0)]:
             shutil.rmtree(self.checkpoint(old), ignore_errors=True)
-        return path
 
     def remove_after(self, step: int) -> list[Path]:
         """Remove checkpoints newer than `step`, which belong to the path not taken; returns where they were.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from narrowgauge.train.events import Evaluated, OnEvent, Result, Status
 from narrowgauge.train.folder import size_bytes
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.sample import sample_text
+from narrowgauge.train.save_handle import SaveHandle
 from narrowgauge.train.schedule import learning_rate
 from narrowgauge.train.signals import Interruption
 from narrowgauge.train.step import StepResult, optimizer_step
@@ -50,6 +52,7 @@ class Session:
         self._first_step = 0
         self._journal: Journal | None = None
         self._journal_is_behind = False
+        self._saving: tuple[SaveHandle, int, float] | None = None  # what is written, of which step, since when
 
     def begin(self, start: int | None) -> None:
         """Open the journal, take in the checkpoint of step `start` if there is one, and say what will be trained.
@@ -121,7 +124,8 @@ class Session:
         return self._finish(Status.FINISHED)
 
     def close(self) -> None:
-        """Close the journal; a second call does nothing."""
+        """Let the save under way end, and close the journal; a second call does nothing."""
+        self._end_save()
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -135,6 +139,8 @@ class Session:
 
     def _step(self) -> None:
         config, parts = self.config, self.parts
+        if self._saving is not None and self._saving[0].done:
+            self._end_save()
         lr = learning_rate(self.step, config.steps, config.optimizer.lr, config.schedule)
         for group in parts.optimizer.param_groups:
             group["lr"] = lr
@@ -238,20 +244,40 @@ class Session:
 
     def _save(self, *, must_succeed: bool) -> None:
         """Write a checkpoint. Where the disk refuses it, warn and go on, unless it is the run's last word."""
+        self._end_save()
         begin_s = time.perf_counter()
+        asynchronous = self.config.save_async and not must_succeed
         try:
             if self._journal is not None:
                 self._journal.sync()  # the journal must never be behind a checkpoint
-            path = self.folder.save(
-                self.step, self.config.keep_last, self.parts.model, self.parts.optimizer, **self.parts.state()
+            state = self.parts.state()
+            saved = self.folder.save(
+                self.step, self.parts.model, self.parts.optimizer, asynchronous=asynchronous, **state
             )
         except (CheckpointError, OSError) as error:
             self._warn(f"no checkpoint at step {self.step}: {error}")
             if must_succeed:
                 raise CheckpointError(f"the run stopped without its last checkpoint: {error}") from error
             return
+        if isinstance(saved, SaveHandle):
+            self._saving = saved, self.step, begin_s
+        else:
+            self._note_saved(saved, self.step, begin_s)
+
+    def _end_save(self) -> None:
+        """Wait for the checkpoint that is being written beside training, and say whether it is there."""
+        if self._saving is None:
+            return
+        (handle, step, begin_s), self._saving = self._saving, None
+        try:
+            self._note_saved(handle.wait(), step, begin_s)
+        except (CheckpointError, OSError) as error:
+            self._warn(f"no checkpoint at step {step}: {error}")
+
+    def _note_saved(self, path: Path, step: int, begin_s: float) -> None:
+        self.folder.remove_before(step, self.config.keep_last)
         seconds = time.perf_counter() - begin_s
-        self.emit(events.CheckpointSaved(step=self.step, path=path, bytes=size_bytes(path), seconds=seconds))
+        self.emit(events.CheckpointSaved(step=step, path=path, bytes=size_bytes(path), seconds=seconds))
 
     def _sample(self) -> None:
         prompt = self.config.sample_prompt
