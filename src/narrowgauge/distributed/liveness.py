@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -67,7 +68,8 @@ class Watch:
     In a rank that lives, the loop then ends with a ProcessError that names the rank at fault: from `step`, or in place
     of the error that a collective raised for want of that rank. A rank whose main thread cannot be woken, since it
     waits inside a collective or hangs itself, is ended with EXIT_CODE after the message and the stacks of its threads
-    have gone to stderr, so that torchrun may start the run anew. In a run of one process it does nothing.
+    have gone to stderr, so that torchrun may start the run anew. Time in which this process was itself stopped, as with
+    a machine that sleeps, is held against nobody. In a run of one process it does nothing.
     """
 
     def __init__(self, limits: Limits | None = None, is_ending: Callable[[], bool] = lambda: False) -> None:
@@ -79,6 +81,9 @@ class Watch:
         self.rank, self.ranks = 0, 1
         self._steps = self._beats = 0
         self._last_step_s = time.monotonic()
+        self._looked_s = time.monotonic()  # when this rank last looked for signs of the others
+        self._absences = 0
+        self._store: dist.Store | None = None  # the main thread's own connection
         self._stopped = threading.Event()
         self._decided = threading.Event()
         self._thread: threading.Thread | None = None
@@ -86,8 +91,10 @@ class Watch:
     def __enter__(self) -> Self:
         if has_peers():
             self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-            self._last_step_s = time.monotonic()
-            self._tell(self._connect())
+            # now: a rank that is late at the end may find the process that holds the store gone, and would wait for it
+            self._store = self._connect()
+            self._tell(self._store)
+            self._last_step_s = self._looked_s = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="narrowgauge-watch", daemon=True)
             self._thread.start()
         return self
@@ -105,22 +112,22 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is None:
+        if self._thread is None or self._store is None:
             return
         try:
             if isinstance(error, Exception) and not isinstance(error, ProcessError):
-                self._judge(error)
+                self._judge(error, self._store)
         finally:
             self._stopped.set()
             self._thread.join(timeout=2 * self.limits.every_s)
-            _quietly(self._leave)
+            _quietly(self._leave, self._store)
 
-    def _leave(self) -> None:
-        store = self._connect()
+    def _leave(self, store: dist.Store) -> None:
         self._tell(store, left=True)
-        end_s = time.monotonic() + 3 * self.limits.every_s
         # the process of rank 0 may be the one that holds the store: the others have to read the verdict
-        while self.verdict is not None and self.rank == 0 and not self._is_ending() and time.monotonic() < end_s:
+        for _ in range(math.ceil(3 * self.limits.every_s / _POLL_S)):
+            if self.verdict is None or self.rank != 0 or self._is_ending():
+                return
             signs = [self._read(store, rank) for rank in range(1, self.ranks)]
             if all(sign is not None and sign.left for sign in signs):
                 return
@@ -129,28 +136,32 @@ class Watch:
     def _connect(self) -> dist.Store:
         return meeting_point("liveness", max(self.limits.silence_s, 1.0))
 
-    def _judge(self, error: Exception) -> None:
+    def _judge(self, error: Exception, store: dist.Store) -> None:
         """Tell the others of an error of this rank's own; raise what is known of one that another rank caused."""
         who = f"rank {self.rank} ({_process()})"
         text = f"{type(error).__name__}: {error}"
         if not places.lost_contact(error):
             failed = f"{who} failed after step {self._steps}: {text}"
-            _quietly(lambda: self._decide(self._connect(), failed))
+            _quietly(self._decide, store, failed)
             return
         if not self._wait_for_verdict():
             lost = (
                 f"{who} lost contact with another after step {self._steps}, though every process gives signs of life: "
                 f"look at the network between them; {text}"
             )
-            _quietly(lambda: self._decide(self._connect(), lost))
+            _quietly(self._decide, store, lost)
         raise ProcessError(self.verdict or f"{who} lost contact with the other processes: {text}") from error
 
     def _wait_for_verdict(self) -> bool:
         """Wait until the rank that was lost is found silent, or says itself why it failed; False: it is not."""
-        end_s = time.monotonic() + self.limits.silence_s + 3 * self.limits.every_s
-        while time.monotonic() < end_s:
-            if self._decided.wait(min(self.limits.every_s, 1.0)) or self._is_ending():
+        wait_s = min(self.limits.every_s, 1.0)
+        waited_s, absences = 0.0, self._absences
+        while waited_s < self.limits.silence_s + 3 * self.limits.every_s:
+            if self._decided.wait(wait_s) or self._is_ending():
                 return True
+            # the clock would count what this process was stopped for; after that the thread begins anew
+            waited_s = waited_s + wait_s if self._absences == absences else 0.0
+            absences = self._absences
         return False
 
     # what follows runs in the thread
@@ -161,6 +172,7 @@ class Watch:
         while not self._stopped.wait(self.limits.every_s) and self.verdict is None:
             try:
                 self._tell(store)
+                self._forgive_own_absence(seen)
                 found = self._read_verdict(store) or self._silent(store, seen) or self._stalled(store)
                 if found:
                     self._decide(store, found)
@@ -189,6 +201,16 @@ class Watch:
 
     def _read_verdict(self, store: dist.Store) -> str:
         return store.get("verdict").decode() if store.check(["verdict"]) else ""
+
+    def _forgive_own_absence(self, seen: dict[int, tuple[int, float]]) -> None:
+        """Begin to wait anew where this rank has not looked for so long that it knows nothing of the others."""
+        now_s = time.monotonic()
+        absent_s = now_s - self._looked_s - self.limits.every_s
+        if absent_s > self.limits.silence_s / 2:
+            seen.clear()
+            self._last_step_s += absent_s
+            self._absences += 1
+        self._looked_s = now_s
 
     def _silent(self, store: dist.Store, seen: dict[int, tuple[int, float]]) -> str:
         """The next ranks that have given no sign for too long, up to the first that has."""
@@ -253,8 +275,8 @@ def _process() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}"
 
 
-def _quietly(call: Callable[[], Any]) -> None:
+def _quietly(call: Callable[..., Any], *args: Any) -> None:
     try:
-        call()
+        call(*args)
     except Exception:  # a store that is gone when the run ends is no fault
         return
