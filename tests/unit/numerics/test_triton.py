@@ -4,22 +4,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_programs import run
+from triton_programs import interpret
 
 from narrowgauge.numerics import kernels, rounding, scaling
 from narrowgauge.numerics.formats import E4M3FN, E5M2, Format
 
 pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
+HERE = Path(__file__).parent
 
 
 def test_kernels_give_the_bits_of_the_twin_in_the_interpreter() -> None:
-    run("triton_interpreted.py", TRITON_INTERPRET="1")
+    interpret(HERE / "triton_interpreted.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["90", "100"])
-def test_kernels_compile_without_a_gpu(architecture: str, tmp_path: Path) -> None:
-    run("triton_compiled.py", architecture, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+def test_kernels_compile_without_a_gpu(gpu_build) -> None:
+    from triton_compiled import build_all
+
+    build_all(gpu_build)
 
 
 @pytest.mark.gpu

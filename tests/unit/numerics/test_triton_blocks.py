@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from triton_programs import run
+from triton_programs import interpret
 
 from narrowgauge.numerics import hadamard, kernels, packing, rounding
 from narrowgauge.numerics.companding import DYNAMIC, LINEAR, SQUARE_ROOT, Companding
@@ -16,6 +16,7 @@ from narrowgauge.numerics.kernels import twin
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_UP, NVFP4, ScaleRule
 
 pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
+HERE = Path(__file__).parent
 KEY = torch.tensor(0x123456789ABCDEF, dtype=torch.int64)
 CASTS = [
     (E4M3FN, Block(1, 128), CURRENT),
@@ -32,13 +33,14 @@ CASTS = [
 
 
 def test_the_kernels_give_the_bits_of_the_twin_in_the_interpreter() -> None:
-    run("triton_blocks_interpreted.py", TRITON_INTERPRET="1")
+    interpret(HERE / "triton_blocks_interpreted.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["90", "100"])
-def test_the_kernels_compile_without_a_gpu(architecture: str, tmp_path: Path) -> None:
-    run("triton_blocks_compiled.py", architecture, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+def test_the_kernels_compile_without_a_gpu(gpu_build) -> None:
+    from triton_blocks_compiled import build_all
+
+    build_all(gpu_build)
 
 
 def finite_values(rows: int, columns: int) -> Tensor:

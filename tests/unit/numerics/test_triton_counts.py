@@ -6,22 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_programs import run
+from triton_programs import interpret
 
 import narrowgauge as ng
 from narrowgauge.numerics.kernels import counts
 
 pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
+HERE = Path(__file__).parent
 
 
 def test_the_kernel_counts_as_the_twin_in_the_interpreter() -> None:
-    run("triton_counts_interpreted.py", TRITON_INTERPRET="1")
+    interpret(HERE / "triton_counts_interpreted.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["90", "100"])
-def test_the_kernel_compiles_without_a_gpu(architecture: str, tmp_path: Path) -> None:
-    run("triton_counts_compiled.py", architecture, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+def test_the_kernel_compiles_without_a_gpu(gpu_build) -> None:
+    from triton_counts_compiled import build_all
+
+    build_all(gpu_build)
 
 
 @pytest.mark.gpu

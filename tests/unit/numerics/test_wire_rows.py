@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_programs import run
+from triton_programs import interpret
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.formats import E2M1FN, E2M3FN, E4M3FN, E5M2, FP16, INT4, INT8, Format
@@ -15,6 +15,7 @@ from narrowgauge.numerics.kernels import cpu_wire, twin_wire, wire
 from narrowgauge.numerics.kernels.wire import FORMATS, WireFormat
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, E8M0_FLOOR, E8M0_UP, NVFP4, ScaleRule
 
+HERE = Path(__file__).parent
 KEY = torch.tensor(-0x123456789ABCDEF, dtype=torch.int64)
 # rows, values of a row, values there are: more than a part of a row, padding within and beyond the last row's blocks
 SHAPES = ((2, 512, 1000), (3, 2500, 5100), (1, 77, 77))
@@ -191,11 +192,11 @@ def test_what_has_no_rows_is_refused(fmt: Format, block: int, rule: ScaleRule, t
 
 def test_the_triton_kernels_give_the_bytes_of_the_twin_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
-    run("triton_wire_interpreted.py", TRITON_INTERPRET="1")
+    interpret(HERE / "triton_wire_interpreted.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["90", "100"])
-def test_the_triton_kernels_compile_without_a_gpu(architecture: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs, and not elsewhere")
-    run("triton_wire_compiled.py", architecture, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+def test_the_triton_kernels_compile_without_a_gpu(gpu_build) -> None:
+    from triton_wire_compiled import build_all
+
+    build_all(gpu_build)

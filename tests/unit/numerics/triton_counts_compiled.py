@@ -1,16 +1,12 @@
-"""Run as a program: compiles the counting kernel for the GPU architectures given, which needs no GPU."""
+"""The form in which the counting kernel is compiled for a GPU."""
 
 from __future__ import annotations
 
-import sys
-
-from triton_compiled import build
+from triton_builds import Builder
 
 from narrowgauge.numerics.kernels import triton_counts
 
-if __name__ == "__main__":
-    for architecture in map(int, sys.argv[1:]):
-        signature = {"codes": "*u8", "counts": "*i64", "length": "i64", "rounds": "i32"}
-        constants = {"SIZE": triton_counts.SIZE, "BINS": triton_counts.BINS}
-        ptx = build(triton_counts.count_kernel, signature, constants, architecture)
-        assert f".target sm_{architecture}" in ptx
+
+def build_all(build: Builder) -> None:
+    signature = {"codes": "*u8", "counts": "*i64", "length": "i64", "rounds": "i32"}
+    build(triton_counts.count_kernel, signature, {"SIZE": triton_counts.SIZE, "BINS": triton_counts.BINS})

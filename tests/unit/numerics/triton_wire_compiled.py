@@ -1,10 +1,8 @@
-"""Run as a program: compiles the Triton kernels of rows on the wire for GPU architectures, which needs no GPU."""
+"""The forms in which the Triton kernels of rows on the wire are compiled for a GPU."""
 
 from __future__ import annotations
 
-import sys
-
-from triton_compiled import build
+from triton_builds import Builder
 
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN, INT8
 from narrowgauge.numerics.kernels import triton_wire_kernels as kernels
@@ -27,9 +25,8 @@ POINTERS = {
 }  # fmt: skip
 
 
-def build_all(target: int) -> list[str]:
-    """PTX of the kernels in forms that between them use every function."""
-    built = []
+def build_all(build: Builder) -> None:
+    """The kernels in forms that between them use every function."""
     for form, stochastic, feeds_back in CASES:
         constants = constants_of(form)
         encoding = {**encoding_constants_of(form), "STOCHASTIC": stochastic, "FEEDBACK": feeds_back}
@@ -39,15 +36,4 @@ def build_all(target: int) -> list[str]:
             (kernels.reduce_kernel, {**encoding, "TOTAL": True, "CODES": True}),
         ):
             known = {**constants, **more}
-            signature = {name: POINTERS.get(name, "i32") for name in kernel.arg_names if name not in known}
-            built.append(build(kernel, signature, known, target))
-    return built
-
-
-if __name__ == "__main__":
-    for architecture in map(int, sys.argv[1:]):
-        for ptx in build_all(architecture):
-            assert f".target sm_{architecture}" in ptx
-            assert "fma.rn.f32" not in ptx  # a contracted sum would round once where the twin rounds twice
-            assert ".ftz" not in ptx  # subnormal scales and values count
-            assert "div.full" not in ptx and "div.approx" not in ptx and "rcp.approx" not in ptx
+            build(kernel, {name: POINTERS.get(name, "i32") for name in kernel.arg_names if name not in known}, known)

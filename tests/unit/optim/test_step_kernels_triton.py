@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from step_items import GRADS, HYPERS, KEY, PARAMS, SIGNED, UNSIGNED, make, moved, same_bits
+from triton_programs import interpret
 
 from narrowgauge.optim.kernels import Plan
 from narrowgauge.optim.rules import Hyper, Rule
@@ -19,20 +17,15 @@ pytest.importorskip("triton", reason="Triton comes with torch on Linux for GPUs,
 HERE = Path(__file__).parent
 
 
-def run(program: str, *arguments: str, **variables: str) -> None:
-    command = [sys.executable, str(HERE / program), *arguments]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_the_step_gives_the_bits_of_the_twin_in_the_interpreter() -> None:
-    run("triton_step_interpreted.py", TRITON_INTERPRET="1")
+    interpret(HERE / "triton_step_interpreted.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["90", "100"])
-def test_the_step_compiles_without_a_gpu(architecture: str, tmp_path: Path) -> None:
-    run("triton_step_compiled.py", architecture, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+def test_the_step_compiles_without_a_gpu(gpu_build) -> None:
+    from triton_step_compiled import build_all
+
+    build_all(gpu_build)
 
 
 @pytest.mark.gpu

@@ -1,14 +1,8 @@
-"""Run as a program: compiles the Triton step for the GPU architectures given, which needs no GPU."""
+"""The forms in which the Triton step is compiled for a GPU."""
 
 from __future__ import annotations
 
-import itertools
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "numerics"))
-
-from triton_compiled import build
+from triton_builds import Builder
 
 from narrowgauge.optim.kernels.table import GradKind, MomentKind, ParamKind, RuleCode
 from narrowgauge.optim.kernels.triton_step import step_kernel
@@ -33,10 +27,10 @@ RULES = (
 )
 
 
-def compiled(
-    rule: RuleCode, l2: bool, first: MomentKind, second: MomentKind, param: ParamKind, grad: GradKind, target: int
-) -> str:
-    """PTX of the step in one combination of formats."""
+def build_step(
+    build: Builder, rule: RuleCode, l2: bool, first: MomentKind, second: MomentKind, param: ParamKind, grad: GradKind
+) -> None:
+    """The step in one combination of formats."""
     signature = {
         "param": PARAMS.get(param, "*bf16"), "master": MASTERS.get(param, "*u8"), "grad": GRADS[grad],
         "grad_scale": "*fp32", "first": MOMENTS[first], "first_scale": "*fp32", "first_amax": "*i32",
@@ -48,22 +42,13 @@ def compiled(
         "RULE": int(rule), "L2": l2, "PARAM": int(param), "GRAD": int(grad), "FIRST": int(first),
         "SECOND": int(second), "TILES": 16, "WIDTH": 128,
     }  # fmt: skip
-    return build(step_kernel, signature, constants, target)
+    build(step_kernel, signature, constants)
 
 
-def build_all(target: int) -> list[str]:
-    """PTX of every parameter with every gradient, and of every rule."""
-    (adam, l2, first, second), *others = RULES
-    pairs = [(param, GradKind(i % len(GradKind))) for i, param in enumerate(ParamKind)]
-    built = [compiled(adam, l2, first, second, param, grad, target) for param, grad in pairs]
-    stored = itertools.product(others, [(ParamKind.RESIDUAL, GradKind.E4M3)])
-    return built + [compiled(*rule, *kinds, target) for rule, kinds in stored]
-
-
-if __name__ == "__main__":
-    for architecture in map(int, sys.argv[1:]):
-        for ptx in build_all(architecture):
-            assert f".target sm_{architecture}" in ptx
-            assert "fma.rn.f32" not in ptx  # a contracted product would round once where the twin rounds twice
-            assert ".ftz" not in ptx  # subnormal values count
-            assert all(rough not in ptx for rough in ("div.full", "div.approx", "rcp.approx", "sqrt.approx"))
+def build_all(build: Builder) -> None:
+    """Every parameter with every gradient, and every rule."""
+    adam, *others = RULES
+    for i, param in enumerate(ParamKind):
+        build_step(build, *adam, param, GradKind(i % len(GradKind)))
+    for rule in others:
+        build_step(build, *rule, ParamKind.RESIDUAL, GradKind.E4M3)
