@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/distributed.md: processes and layouts fit, and they run as written on CPUs."""
+"""The commands of README.md and docs/distributed.md: processes and layouts fit, and they run on CPUs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run
 from torch.distributed.run import get_args_parser
 
 from narrowgauge.cli.config import parse_arguments
 from narrowgauge.observe import journal
+from narrowgauge.train import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "distributed.md"
@@ -46,17 +48,48 @@ def test_every_kind_of_parallelism_has_a_command():
         assert all(f"--parallel.{kind} 2" in text for kind in ("data", "shard", "tensor", "pipeline"))
 
 
+def words_of(command: str) -> list[str]:
+    """What follows `narrowgauge train`, and SMALL."""
+    asked = get_args_parser().parse_args(shlex.split(command, comments=True)[1:])
+    return [*asked.training_script_args[1:], *SMALL.split()]
+
+
+def train(words: list[str]) -> None:
+    loop.run(parse_arguments(words).config)
+
+
+def losses(folder: Path) -> list[float]:
+    rows = journal.read(folder / "documented" / "journal.jsonl").of_kind("step")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(5.0 < row["loss"] < 6.0 and not row["skipped"] for row in rows)  # log(256) = 5.55, hardly trained
+    return [row["loss"] for row in rows]
+
+
+def losses_of_ranks(command: str, folder: Path) -> list[float]:
+    """The losses of a command's run on ranks of the pool, which take torchrun's place."""
+    words = words_of(command)
+    ranks = parse_arguments(words).config.parallel.ranks
+    run(ranks, train, [*words, "--runs_dir", str(folder / "ranks"), "--cache_dir", str(folder / "cache")])
+    return losses(folder / "ranks")
+
+
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("command", commands(README))
-def test_it_runs(command, tmp_path):
+@pytest.mark.parametrize("command", commands(README)[:-1])
+def test_its_layout_runs(command, tmp_path):
+    losses_of_ranks(command, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_torchrun_runs_a_command_as_it_is_written(tmp_path):
+    command = commands(README)[-1]  # four processes
     _, *words = [*shlex.split(command, comments=True), *SMALL.split()]
+    expected = losses_of_ranks(command, tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [str(Path(sys.executable).parent / "torchrun"), *words], capture_output=True, text=True, cwd=tmp_path,
         timeout=500, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = journal.read(tmp_path / "runs" / "documented" / "journal.jsonl").of_kind("step")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(5.0 < row["loss"] < 6.0 and not row["skipped"] for row in rows)  # log(256) = 5.55, hardly trained
+    assert losses(tmp_path / "runs") == expected

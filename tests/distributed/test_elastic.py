@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run
 
 from narrowgauge.observe import journal
+from narrowgauge.train import loop
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.run_folder import RunFolder
 
@@ -70,19 +72,19 @@ def ending(folder: RunFolder) -> tuple[list[Any], dict[str, bytes]]:
     return rows, files
 
 
-@pytest.mark.parametrize(
-    ("parallel", "recipe"),
-    [({"data": 2}, "narrow8"), pytest.param({"shard": 2}, "fp8_delayed", marks=pytest.mark.slow)],
-    ids=str,
-)
+def train(values: dict[str, Any]) -> None:
+    loop.run(TrainConfig.from_dict(values))
+
+
 def test_a_rank_killed_in_a_step_comes_back_and_nothing_shows(  # case 69
-    parallel: dict[str, int], recipe: str, make_config: Any, torchrun: Any, tmp_path: Path
+    make_values: Any, torchrun: Any, tmp_path: Path
 ) -> None:
-    changes = {"parallel": parallel, "recipe": recipe, "steps": STEPS, "save_every": 3, "eval_every": 6}
-    whole, killed = (make_config(name, **changes) for name in ("whole", "killed"))
-    uninterrupted = torchrun(whole)
-    assert uninterrupted.wait(LIMIT_S) == 0
-    launcher, folder = torchrun(killed, "--max-restarts", "1"), RunFolder(killed.path)
+    """In one layout: what a checkpoint holds of others, and of other recipes, `test_checkpoint_runs.py` resumes."""
+    changes = {"recipe": "narrow8", "steps": STEPS, "save_every": 3, "eval_every": 6}
+    whole, killed = (make_values(name, {"data": 2}, **changes) for name in ("whole", "killed"))
+    run(2, train, whole)
+    config = TrainConfig.from_dict(killed)
+    launcher, folder = torchrun(config, "--max-restarts", "1"), RunFolder(config.path)
     at, rank = random.randrange(1, STEPS - 1), random.randrange(2)
     wait_for_step(folder, at, launcher)
     os.kill(worker(launcher.pid, rank), signal.SIGKILL)
@@ -91,7 +93,7 @@ def test_a_rank_killed_in_a_step_comes_back_and_nothing_shows(  # case 69
     assert [row["step"] for row in contents.of_kind("step")] == list(range(1, STEPS + 1))
     assert len(contents.of_kind("resumed")) == 1 or at <= 3  # there was a checkpoint
     rows, files = ending(folder)
-    expected_rows, expected_files = ending(RunFolder(whole.path))
+    expected_rows, expected_files = ending(RunFolder(TrainConfig.from_dict(whole).path))
     assert rows == expected_rows, f"rank {rank} killed after step {at}"
     assert files.keys() == {"index.json", "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
     assert files == expected_files, f"rank {rank} killed after step {at}"
