@@ -1,9 +1,6 @@
-"""How the kernels behave under compilers, dispatch modes, threads and forks."""
+"""How the kernels behave under compilers and dispatch modes."""
 
 from __future__ import annotations
-
-import multiprocessing
-import threading
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.numerics import formats, kernels, rounding, scaling
 from narrowgauge.numerics.formats import E4M3FN, Format
-from narrowgauge.numerics.kernels import cpu_arrays
 
 
 def current_scaling(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,43 +52,3 @@ def test_operators_never_return_their_arguments(fmt: Format) -> None:
     values = torch.ops.narrowgauge.dequantize(outputs[0], None, fmt.name, outputs[0].dtype if fmt.bits > 8 else x.dtype)
     addresses = [t.data_ptr() for t in (x, values, *outputs)]
     assert len(set(addresses)) == len(addresses)
-
-
-def test_threads_may_cast_at_once() -> None:
-    # case 116: autograd's workers and users' threads call the kernels together
-    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
-    expected, results = current_scaling(x)[0], []
-    workers = [threading.Thread(target=lambda: results.append(current_scaling(x)[0])) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert len(results) == 4
-    for codes in results:
-        assert torch.equal(codes.float(), expected.float())
-
-
-def _cast_in_child(x: Tensor, queue) -> None:
-    queue.put(kernels.amax(x).item())
-
-
-@pytest.mark.multiproc
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_worker_casts_serially_instead_of_dying() -> None:
-    x = torch.arange(1 << 18, dtype=torch.float32)
-    assert kernels.amax(x) == 2**18 - 1  # OpenMP is in use before the fork
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    child = context.Process(target=_cast_in_child, args=(x, queue), daemon=True)
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert queue.get() == 2**18 - 1
-
-
-def test_without_a_safe_threading_layer_kernels_run_serially(monkeypatch) -> None:
-    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
-    expected = current_scaling(x)[0]
-    monkeypatch.setattr(cpu_arrays, "_has_safe_threads", lambda: False)
-    assert cpu_arrays.chunks_for(x) == 1
-    assert torch.equal(current_scaling(x)[0].float(), expected.float())

@@ -14,7 +14,8 @@ from narrowgauge.layers import gradients
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN, E5M2, FP16, INT4, INT8, Format
 from narrowgauge.numerics.granularity import Block
-from narrowgauge.numerics.kernels import counts, numba_counts
+from narrowgauge.numerics.kernels import counts
+from narrowgauge.numerics.kernels.cpu_threads import MIN_CHUNK
 from narrowgauge.numerics.norms import norms
 from narrowgauge.optim.guard import all_finite
 from narrowgauge.tensors import norm_rules
@@ -53,14 +54,11 @@ def test_counts_are_those_of_every_code(size: int) -> None:
     assert torch.equal(twin[0], expected)
 
 
-def test_counts_in_parallel_are_those_in_series() -> None:
-    codes = torch.randint(256, (100_003,), dtype=torch.uint8).numpy()
-    found = []
-    for chunks in (1, 3):
-        row = torch.zeros(256, dtype=torch.int64).numpy()
-        numba_counts.count_parallel(codes, row, chunks)
-        found.append(row.tolist())
-    assert found[0] == found[1] == torch.bincount(torch.from_numpy(codes), minlength=256).tolist()
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_counts_of_several_threads_are_those_of_one(threads: int) -> None:
+    codes = torch.randint(256, (4 * MIN_CHUNK + 3,), dtype=torch.uint8)
+    torch.set_num_threads(threads)  # the fixture of this folder sets it back
+    assert torch.equal(counts.count_codes([codes])[0], torch.bincount(codes, minlength=256))
 
 
 # norms

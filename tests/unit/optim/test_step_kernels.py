@@ -209,11 +209,16 @@ def test_zero_gradients_from_the_start_move_no_bit() -> None:  # case 41
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_steps_serially() -> None:
+def test_a_forked_child_steps_in_threads_of_its_own() -> None:
+    torch.set_num_threads(2)
     item = make("residual", "e4m3", (SIGNED, UNSIGNED), ADAM, (1024, 256), 16)
-    check(Rule.ADAM, [copy.deepcopy(item)])  # the parent has entered a parallel region
+    stepped = copy.deepcopy(item)
+    Plan(Rule.ADAM).run([stepped])  # by a thread that the child does not have
+    for part in (item.param, item.master):
+        part.share_memory_()
     child = os.fork()
     if child == 0:
         Plan(Rule.ADAM).run([item])
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+    assert same_bits(item.param, stepped.param) and same_bits(item.master, stepped.master)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,11 +44,10 @@ def _bytes_of(codes: Tensor) -> Tensor:
 
 def _count_on_cpu(flat: Sequence[Tensor], counts: Tensor) -> None:
     from narrowgauge.numerics.kernels import numba_counts
-    from narrowgauge.numerics.kernels.cpu_arrays import MIN_CHUNK, chunks_for
+    from narrowgauge.numerics.kernels.cpu_threads import GRAIN, in_threads
+
+    def count(codes: np.ndarray) -> list[np.ndarray]:
+        return in_threads(lambda first, last: numba_counts.count(codes[first:last]), len(codes), len(codes), GRAIN)
 
     for codes, row in zip(flat, counts.numpy(), strict=True):
-        chunks = 1 if codes.numel() < 2 * MIN_CHUNK else chunks_for(codes)
-        if chunks == 1:
-            numba_counts.count_serial(codes.numpy(), row)
-        else:
-            numba_counts.count_parallel(codes.numpy(), row, chunks)
+        row[:] = sum(count(codes.numpy()))

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.kernels import cpu_stochastic, numba_cast
-from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_for
+from narrowgauge.numerics.kernels.cpu_arrays import array
+from narrowgauge.numerics.kernels.cpu_threads import GRAIN, in_threads
 
 # from this many float32 values on (32 MiB) a result would not stay in the caches anyway
 MIN_STREAMED = 1 << 23
@@ -18,8 +19,8 @@ _PLAIN = torch.contiguous_format
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor that is not empty: float32, 0-dimensional, NaN where `x` holds NaN."""
-    bits, chunks = array(x), chunks_for(x)
-    largest = numba_cast.amax_serial(bits) if chunks == 1 else numba_cast.amax_parallel(bits, chunks)
+    bits, n = array(x), x.numel()
+    largest = max(in_threads(lambda first, last: numba_cast.amax(bits[first:last]), n, n // 2, GRAIN))
     integer = np.int32 if x.dtype is torch.float32 else np.int16
     return torch.from_numpy(np.array(largest, integer)).view(x.dtype).float()
 
@@ -41,18 +42,20 @@ def quantize(
         return cpu_stochastic.quantize(x, quant_scale, fmt, codes, carrier, False, key, stream)[:2]
     encoded = torch.empty_like(x, dtype=fmt.dtype, memory_format=_PLAIN) if codes else None
     carried = torch.empty_like(x, dtype=carrier, memory_format=_PLAIN) if carrier is not None else None
-    arguments = (
-        array(x),
-        1.0 if quant_scale is None else quant_scale.item(),
-        fmt.mantissa_bits,
-        None if encoded is None else array(encoded),
-        None if carried is None else array(carried),
-    )
-    chunks = chunks_for(x)
-    if chunks == 1:
-        numba_cast.cast_serial(*arguments)
-    else:
-        numba_cast.cast_parallel(*arguments, chunks)
+    bits, scale, n = array(x), _number(quant_scale), x.numel()
+    code_bits = None if encoded is None else array(encoded)
+    carrier_bits = None if carried is None else array(carried)
+
+    def cast(first: int, last: int) -> None:
+        numba_cast.cast(
+            bits[first:last],
+            scale,
+            fmt.mantissa_bits,
+            None if code_bits is None else code_bits[first:last],
+            None if carrier_bits is None else carrier_bits[first:last],
+        )
+
+    in_threads(cast, n, n, GRAIN)
     return encoded, carried
 
 
@@ -64,28 +67,25 @@ def count(
         *_, saturated, flushed = cpu_stochastic.quantize(x, quant_scale, fmt, False, None, True, key, stream)
         assert saturated is not None and flushed is not None
         return saturated, flushed
-    scale = 1.0 if quant_scale is None else quant_scale.item()
-    saturated, flushed = numba_cast.count_serial(array(x), scale, fmt.mantissa_bits)
+    bits, scale, n = array(x), _number(quant_scale), x.numel()
+    counted = in_threads(lambda first, last: numba_cast.count(bits[first:last], scale, fmt.mantissa_bits), n, n, GRAIN)
+    saturated, flushed = map(sum, zip(*counted, strict=True))
     return torch.tensor(saturated), torch.tensor(flushed)
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
     """Write the values of E4M3FN or E5M2 codes times the scale into `out`, float32 or bfloat16, contiguous."""
-    arguments = (
-        array(codes),
-        1.0 if dequant_scale is None else dequant_scale.item(),
-        fmt.mantissa_bits,
-        array(out),
-    )
-    chunks = chunks_for(codes)
-    streamed = out.dtype is torch.float32 and out.numel() >= MIN_STREAMED and out.data_ptr() % 64 == 0
-    if chunks == 1:
-        (numba_cast.decode_streamed if streamed else numba_cast.decode_serial)(*arguments)
-    else:
-        (numba_cast.decode_streamed_parallel if streamed else numba_cast.decode_parallel)(*arguments, chunks)
+    bits, values, scale, n = array(codes), array(out), _number(dequant_scale), codes.numel()
+    streamed = out.dtype is torch.float32 and n >= MIN_STREAMED and out.data_ptr() % 64 == 0
+    decode = numba_cast.decode_streamed if streamed else numba_cast.decode
+    in_threads(lambda first, last: decode(bits[first:last], scale, fmt.mantissa_bits, values[first:last]), n, n, GRAIN)
     return out
 
 
 def round_to_bfloat16(x: Tensor, quant_scale: Tensor | None, key: Tensor, stream: int) -> Tensor:
     """x * quant_scale in bfloat16, stochastically rounded; overflow to infinity."""
     return cpu_stochastic.round_to_bfloat16(x, quant_scale, key, stream)
+
+
+def _number(scale: Tensor | None) -> float:
+    return 1.0 if scale is None else scale.item()

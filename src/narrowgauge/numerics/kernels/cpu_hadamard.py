@@ -7,7 +7,8 @@ from torch import Tensor
 
 from narrowgauge.numerics.hadamard import POINTS
 from narrowgauge.numerics.kernels import numba_hadamard
-from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_for
+from narrowgauge.numerics.kernels.cpu_arrays import array
+from narrowgauge.numerics.kernels.cpu_threads import in_threads
 
 
 def transform(x: Tensor, signs: tuple[int, ...]) -> Tensor:
@@ -15,10 +16,10 @@ def transform(x: Tensor, signs: tuple[int, ...]) -> Tensor:
     rows, columns = x.shape
     groups = -(-rows // POINTS)
     out = torch.empty(groups * POINTS, columns)
-    bits, values, chunks = array(x), out.numpy().reshape(-1), min(chunks_for(x), groups)
-    factors = tuple(map(float, signs))
-    if chunks == 1:
-        numba_hadamard.transform_serial(bits, (rows, columns), factors, 0, groups, values)
-    else:
-        numba_hadamard.transform_parallel(bits, (rows, columns), factors, groups, chunks, values)
+    bits, values, factors = array(x), out.numpy().reshape(-1), tuple(map(float, signs))
+    in_threads(
+        lambda first, last: numba_hadamard.transform(bits, (rows, columns), factors, first, last, values),
+        groups,
+        x.numel(),
+    )
     return out

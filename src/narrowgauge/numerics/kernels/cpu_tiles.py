@@ -14,12 +14,13 @@ from narrowgauge.numerics.companding import LINEAR, Companding
 from narrowgauge.numerics.formats import Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import cpu, numba_bits, numba_decode, numba_scales, numba_tiles
-from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_for, new_array
+from narrowgauge.numerics.kernels.cpu_arrays import array, new_array
+from narrowgauge.numerics.kernels.cpu_threads import in_threads
 from narrowgauge.numerics.scaling import NVFP4, ScaleRule
 
 # bytes of a part that is read twice: half of a common second-level cache
 _PART_BYTES = 1 << 19
-_NO_CODES, _NO_CARRIER, _NO_WORDS, _NO_COUNTS = (np.empty(0, d) for d in (np.uint8, np.uint16, np.int32, np.int64))
+_NO_CODES, _NO_CARRIER, _NO_WORDS = (np.empty(0, d) for d in (np.uint8, np.uint16, np.int32))
 # any rule that stores its scales so
 _RULE_OF_STORED = {
     torch.float32: numba_scales.CURRENT,
@@ -70,7 +71,6 @@ def quantize_blocks(
     carried, carrier_bits = new_array(x.shape, carrier) if carrier is not None else (None, _NO_CARRIER)
     stored, scale_bits = new_array(block.grid_of(*x.shape), scaling.stored_dtype(rule))
     is_float = stored.dtype is torch.float32
-    counts = np.zeros(2, np.int64) if count else _NO_COUNTS
     arguments = (
         numba_scales.RULES[rule],
         layout(fmt, companding, nonzero),
@@ -80,15 +80,16 @@ def quantize_blocks(
         carrier_bits,
         scale_bits if is_float else _NO_WORDS,
         _NO_CODES if is_float else scale_bits,
-        counts,
     )
-    bits, chunks = array(x), min(chunks_for(x), parts)
-    if chunks == 1:
-        largest = numba_tiles.cast_tiles_serial(bits, shape, tile, part, 0, parts, *arguments)
-    else:
-        largest = numba_tiles.cast_tiles_parallel(bits, shape, tile, part, parts, chunks, *arguments)
-    amax = torch.from_numpy(np.array(largest, np.int32)).view(torch.float32)
-    saturated, flushed = map(torch.tensor, counts.tolist()) if count else (None, None)
+    bits = array(x)
+
+    def cast(first: int, last: int) -> tuple[int, np.ndarray]:
+        counts = np.zeros(2 if count else 0, np.int64)
+        return numba_tiles.cast_tiles(bits, shape, tile, part, first, last, *arguments, counts), counts
+
+    largest, counted = zip(*in_threads(cast, parts, (2 if key is None else 5) * x.numel()), strict=True)
+    amax = torch.from_numpy(np.array(max(largest), np.int32)).view(torch.float32)
+    saturated, flushed = map(torch.tensor, np.sum(counted, axis=0).tolist()) if count else (None, None)
     return encoded, carried, stored, amax, saturated, flushed
 
 
@@ -114,9 +115,10 @@ def dequantize_blocks(
         _NO_CODES if is_float else array(dequant_scale),
         value_bits,
     )
-    bits, chunks = array(codes), min(chunks_for(codes), parts)
-    if chunks == 1:
-        numba_decode.decode_tiles_serial(bits, shape, tile, part, 0, parts, *arguments)
-    else:
-        numba_decode.decode_tiles_parallel(bits, shape, tile, part, parts, chunks, *arguments)
+    bits = array(codes)
+    in_threads(
+        lambda first, last: numba_decode.decode_tiles(bits, shape, tile, part, first, last, *arguments),
+        parts,
+        2 * codes.numel(),
+    )
     return out

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from narrowgauge.numerics.kernels import numba_scales, numba_wire
 from narrowgauge.numerics.kernels.cpu import MIN_STREAMED
-from narrowgauge.numerics.kernels.cpu_arrays import array, chunks_of, shared
+from narrowgauge.numerics.kernels.cpu_arrays import array, shared
+from narrowgauge.numerics.kernels.cpu_threads import in_threads
 from narrowgauge.numerics.kernels.cpu_tiles import layout
 from narrowgauge.numerics.kernels.numba_tiles import RUN
 
@@ -33,23 +34,24 @@ def encode(
     """`wire.encode` of a flat float32, bfloat16 or float16 tensor into contiguous bytes."""
     part, parts = _parts(n, wire)
     arguments = (_fields(wire), _random(key, stream), _residual(residual), array(out))
-    bits, chunks = array(x), min(chunks_of(rows * n), rows * parts)
-    if chunks == 1:
-        numba_wire.encode_serial(bits, n, part, 0, rows * parts, *arguments)
-    else:
-        numba_wire.encode_parallel(bits, n, part, rows * parts, chunks, *arguments)
+    bits = array(x)
+    in_threads(
+        lambda first, last: numba_wire.encode(bits, n, part, first, last, *arguments),
+        rows * parts,
+        rows * n,
+    )
 
 
 def decode(buffer: Tensor, n: int, wire: WireFormat, out: Tensor) -> None:
     """`wire.decode` into `out`, contiguous float32 or bfloat16."""
     part, parts = _parts(n, wire)
     streamed = out.dtype is torch.float32 and out.numel() >= MIN_STREAMED and out.data_ptr() % 64 == 0
-    items, chunks = len(buffer) * parts, min(chunks_of(out.numel()), len(buffer) * parts)
-    arguments = (_fields(wire), streamed, array(out))
-    if chunks == 1:
-        numba_wire.decode_serial(_rows(buffer), buffer.stride(0), n, part, 0, items, *arguments)
-    else:
-        numba_wire.decode_parallel(_rows(buffer), buffer.stride(0), n, part, items, chunks, *arguments)
+    bytes_, stride, arguments = _rows(buffer), buffer.stride(0), (_fields(wire), streamed, array(out))
+    in_threads(
+        lambda first, last: numba_wire.decode(bytes_, stride, n, part, first, last, *arguments),
+        len(buffer) * parts,
+        out.numel(),
+    )
 
 
 def reduce(buffer: Tensor, n: int, wire: WireFormat, divisor: float) -> Tensor:
@@ -71,13 +73,13 @@ def _reduce(
     buffer: Tensor, n: int, wire: WireFormat, divisor: float, random: Any, residual: Any, total: Any, out: Any
 ) -> None:
     part, parts = _parts(n, wire)
-    rows, stride = _rows(buffer), buffer.stride(0)
+    rows, stride, ranks = _rows(buffer), buffer.stride(0), len(buffer)
     arguments = (_fields(wire), divisor, random, residual, total, out)
-    chunks = min(chunks_of(n * len(buffer)), parts)
-    if chunks == 1:
-        numba_wire.reduce_serial(rows, stride, len(buffer), n, part, 0, parts, *arguments)
-    else:
-        numba_wire.reduce_parallel(rows, stride, len(buffer), n, part, parts, chunks, *arguments)
+    in_threads(
+        lambda first, last: numba_wire.reduce(rows, stride, ranks, n, part, first, last, *arguments),
+        parts,
+        ranks * n,
+    )
 
 
 def _rows(buffer: Tensor) -> np.ndarray:

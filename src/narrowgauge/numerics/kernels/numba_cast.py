@@ -1,7 +1,7 @@
 """Numba kernels of the CPU: amax, the cast to FP8 codes, and the way back.
 
-Each has a serial form (no thread of its own, the GIL released) and a parallel one that runs it over chunks. A loop
-touches at most three arrays: beyond that LLVM gives up proving that they do not overlap, and stops vectorizing.
+They release the GIL, so that `cpu_threads` can run them over ranges of values at once. A loop touches at most three
+arrays: beyond that LLVM gives up proving that they do not overlap, and stops vectorizing.
 
 All arrays are flat and hold bits: `int32` those of float32, `uint16` of bfloat16, `int16` of float16, `uint8` codes. An
 output that is not wanted is None, which Numba compiles away. A format is known by its number of mantissa bits, see
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from narrowgauge.numerics.kernels.numba_bits import (
     INFINITY,
@@ -29,8 +29,6 @@ from narrowgauge.numerics.kernels.numba_bits import (
 
 i16, i32, f32 = np.int16, np.int32, np.float32
 
-# chunks start at multiples of this, so that no two threads write one cache line
-_GRAIN = 256
 # values decoded into the first-level cache before they are streamed to memory
 _BLOCK = 2048
 
@@ -51,13 +49,7 @@ def _layout(mantissa_bits: int) -> tuple[int, int, int, int]:
 
 
 @njit(nogil=True, cache=True)
-def _chunk(length: int, chunks: int) -> int:
-    """Elements of a chunk: a multiple of the grain."""
-    return ((length + chunks - 1) // chunks + _GRAIN - 1) // _GRAIN * _GRAIN
-
-
-@njit(nogil=True, cache=True)
-def amax_serial(x: Any) -> int:
+def amax(x: Any) -> int:
     """The largest magnitude of `x`, as bits: read as an integer, NaN is larger than infinity and so never lost."""
     largest = i32(0)
     if x.itemsize == 4:
@@ -69,18 +61,8 @@ def amax_serial(x: Any) -> int:
     return largest
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def amax_parallel(x: Any, chunks: int) -> int:
-    """`amax_serial` over chunks in parallel."""
-    size = _chunk(len(x), chunks)
-    parts = np.zeros(chunks, np.int32)
-    for c in prange(chunks):
-        parts[c] = amax_serial(x[c * size : (c + 1) * size])
-    return parts.max()
-
-
 @njit(nogil=True, cache=True)
-def cast_serial(x: Any, scale: float, mantissa_bits: int, codes: Any, carrier: Any) -> None:
+def cast(x: Any, scale: float, mantissa_bits: int, codes: Any, carrier: Any) -> None:
     """codes (uint8) = encode(x * scale), saturating; carrier = the values of the codes, as bits: uint16 or int32."""
     scale = f32(scale)
     shift, align, least, top = _layout(mantissa_bits)
@@ -104,23 +86,8 @@ def cast_serial(x: Any, scale: float, mantissa_bits: int, codes: Any, carrier: A
             carrier[i] = i32(value >> 16) if carrier.itemsize == 2 else value
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def cast_parallel(x: Any, scale: float, mantissa_bits: int, codes: Any, carrier: Any, chunks: int) -> None:
-    """`cast_serial` over chunks in parallel."""
-    size = _chunk(len(x), chunks)
-    for c in prange(chunks):
-        start, stop = c * size, (c + 1) * size
-        cast_serial(
-            x[start:stop],
-            scale,
-            mantissa_bits,
-            None if codes is None else codes[start:stop],
-            None if carrier is None else carrier[start:stop],
-        )
-
-
 @njit(nogil=True, cache=True)
-def count_serial(x: Any, scale: float, mantissa_bits: int) -> tuple[int, int]:
+def count(x: Any, scale: float, mantissa_bits: int) -> tuple[int, int]:
     """How many values lie beyond the largest before the clamp, and how many that are not zero become zero."""
     scale = f32(scale)
     _, align, least, top = _layout(mantissa_bits)
@@ -136,7 +103,7 @@ def count_serial(x: Any, scale: float, mantissa_bits: int) -> tuple[int, int]:
 
 
 @njit(nogil=True, cache=True)
-def decode_serial(codes: Any, scale: float, mantissa_bits: int, values: Any) -> None:
+def decode(codes: Any, scale: float, mantissa_bits: int, values: Any) -> None:
     """values = codes * scale, as bits: int32 (float32), or uint16 (bfloat16, rounded once to nearest even)."""
     scale = f32(scale)
     # Read as float16: its exponent is as wide as E5M2's or wider, so that subnormals need no case of their own. The
@@ -156,29 +123,13 @@ def decode_serial(codes: Any, scale: float, mantissa_bits: int, values: Any) -> 
             values[i] = bits
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def decode_parallel(codes: Any, scale: float, mantissa_bits: int, values: Any, chunks: int) -> None:
-    """`decode_serial` over chunks in parallel."""
-    size = _chunk(len(codes), chunks)
-    for c in prange(chunks):
-        decode_serial(codes[c * size : (c + 1) * size], scale, mantissa_bits, values[c * size : (c + 1) * size])
-
-
 @njit(nogil=True, cache=True)
 def decode_streamed(codes: Any, scale: float, mantissa_bits: int, values: Any) -> None:
-    """`decode_serial` to float32 bits that start on a cache line, past the caches: for arrays larger than these."""
+    """`decode` to float32 bits that start on a cache line, past the caches: for arrays larger than these."""
     scratch = np.empty(_BLOCK, np.int32)
     whole = len(codes) // _BLOCK * _BLOCK
     for start in range(0, whole, _BLOCK):
-        decode_serial(codes[start : start + _BLOCK], scale, mantissa_bits, scratch)
+        decode(codes[start : start + _BLOCK], scale, mantissa_bits, scratch)
         for i in range(0, _BLOCK, 16):
             stream_line(scratch, i, values, start + i)
-    decode_serial(codes[whole:], scale, mantissa_bits, values[whole:])
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def decode_streamed_parallel(codes: Any, scale: float, mantissa_bits: int, values: Any, chunks: int) -> None:
-    """`decode_streamed` over chunks in parallel."""
-    size = _chunk(len(codes), chunks)
-    for c in prange(chunks):
-        decode_streamed(codes[c * size : (c + 1) * size], scale, mantissa_bits, values[c * size : (c + 1) * size])
+    decode(codes[whole:], scale, mantissa_bits, values[whole:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from narrowgauge.numerics.kernels import numba_integers, numba_rows, numba_scales
 from narrowgauge.numerics.kernels.numba_bits import borrow, hold
@@ -13,11 +13,11 @@ from narrowgauge.numerics.kernels.numba_tiles import RUN, repeat
 
 
 @njit(nogil=True, cache=True)
-def decode_tiles_serial(
+def decode_tiles(
     codes: Any, shape: Any, tile: Any, part: int, first: int, last: int, rule: int, layout: Any, tensor_amax: float,
     words: Any, stored: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Decode parts `first` to `last` of a matrix, cut as by `numba_tiles.cast_tiles_serial`, into `out`.
+    """Decode parts `first` to `last` of a matrix, cut as by `numba_tiles.cast_tiles`, into `out`.
 
     rule: how the scales are stored, in words (int32) or stored (uint8). tensor_amax: for the whole scale of NVFP4; a
     negative one leaves the tensor's factor out. out: uint16 (bfloat16) or int32 (float32).
@@ -53,17 +53,3 @@ def decode_tiles_serial(
                     numba_rows.decode_row(codes[at : at + stop - start], layout, run)
                 numba_rows.multiply_row(run, factors, out[at : at + stop - start])
     hold((floats, integers))
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def decode_tiles_parallel(
-    codes: Any, shape: Any, tile: Any, part: int, items: int, chunks: int, rule: int, layout: Any, tensor_amax: float,
-    words: Any, stored: Any, out: Any,
-) -> None:  # fmt: skip
-    """`decode_tiles_serial` over chunks of parts in parallel."""
-    size = (items + chunks - 1) // chunks
-    for c in prange(chunks):
-        decode_tiles_serial(
-            codes, shape, tile, part, min(c * size, items), min(c * size + size, items), rule, layout, tensor_amax,
-            words, stored, out,
-        )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from narrowgauge.numerics.hadamard import POINTS
 from narrowgauge.numerics.kernels.numba_bits import borrow, hold, widen
@@ -36,7 +36,7 @@ def _quarter(x: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def transform_serial(x: Any, shape: Any, signs: Any, first: int, last: int, out: Any) -> None:
+def transform(x: Any, shape: Any, signs: Any, first: int, last: int, out: Any) -> None:
     """Groups of 16 rows `first` to `last` of a matrix into `out`, float32; rows beyond the last count as zeros."""
     rows, columns = shape
     scratch = np.empty((POINTS, PANEL), np.float32)
@@ -61,11 +61,3 @@ def transform_serial(x: Any, shape: Any, signs: Any, first: int, last: int, out:
                 at = (group * POINTS + k) * columns + left
                 _quarter(panel[k], out[at : at + n])
     hold(scratch)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def transform_parallel(x: Any, shape: Any, signs: Any, items: int, chunks: int, out: Any) -> None:
-    """`transform_serial` over chunks of groups in parallel."""
-    size = (items + chunks - 1) // chunks
-    for c in prange(chunks):
-        transform_serial(x, shape, signs, min(c * size, items), min(c * size + size, items), out)

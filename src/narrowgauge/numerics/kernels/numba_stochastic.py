@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from narrowgauge.numerics.kernels import numba_rows
 from narrowgauge.numerics.kernels.numba_bits import borrow, hold
@@ -15,10 +15,10 @@ f32 = np.float32
 
 
 @njit(nogil=True, cache=True)
-def cast_flat_serial(
+def cast_flat(
     x: Any, scale: float, first: int, last: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any
 ) -> None:
-    """Cast runs `first` to `last` of `x`; the arguments are those of `numba_tiles.cast_tiles_serial`."""
+    """Cast runs `first` to `last` of `x`; the arguments are those of `numba_tiles.cast_tiles`."""
     run = new_scratch()
     x, codes, carrier, counts, scratch = borrow(x), borrow(codes), borrow(carrier), borrow(counts), borrow_all(run)
     scratch[0][:] = f32(scale)
@@ -28,23 +28,8 @@ def cast_flat_serial(
     hold(run)
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def cast_flat_parallel(
-    x: Any, scale: float, items: int, chunks: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any
-) -> None:
-    """`cast_flat_serial` over chunks of runs in parallel."""
-    size = (items + chunks - 1) // chunks
-    counted = np.zeros((chunks, len(counts)), np.int64)
-    for c in prange(chunks):
-        first, last = min(c * size, items), min(c * size + size, items)
-        cast_flat_serial(x, scale, first, last, layout, random, codes, carrier, counted[c])
-    for c in range(chunks):
-        for k in range(len(counts)):
-            counts[k] += counted[c, k]
-
-
 @njit(nogil=True, cache=True)
-def cast_bf16_serial(x: Any, scale: float, first: int, last: int, key: int, stream: int, out: Any) -> None:
+def cast_bf16(x: Any, scale: float, first: int, last: int, key: int, stream: int, out: Any) -> None:
     """out (uint16) = x * scale in bfloat16, stochastically rounded, of runs `first` to `last`."""
     run = new_scratch()
     x, out = borrow(x), borrow(out)
@@ -56,11 +41,3 @@ def cast_bf16_serial(x: Any, scale: float, first: int, last: int, key: int, stre
         numba_rows.draw_row(key, stream, start // 4, words[: (stop - start + 3) // 4 * 4])
         numba_rows.narrow_row(scaled, words, out[start:stop])
     hold(run)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def cast_bf16_parallel(x: Any, scale: float, items: int, chunks: int, key: int, stream: int, out: Any) -> None:
-    """`cast_bf16_serial` over chunks of runs in parallel."""
-    size = (items + chunks - 1) // chunks
-    for c in prange(chunks):
-        cast_bf16_serial(x, scale, min(c * size, items), min(c * size + size, items), key, stream, out)

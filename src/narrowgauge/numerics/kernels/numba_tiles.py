@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from narrowgauge.numerics.kernels import numba_integers, numba_rows, numba_scales
 from narrowgauge.numerics.kernels.numba_bits import (
@@ -101,7 +101,7 @@ def _largest_of_part(x: Any, shape: Any, tile: Any, first_row: int, last_row: in
 
 
 @njit(nogil=True, cache=True)
-def cast_tiles_serial(
+def cast_tiles(
     x: Any, shape: Any, tile: Any, part: int, first: int, last: int, rule: int, layout: Any, tensor_amax: int,
     random: Any, codes: Any, carrier: Any, words: Any, stored: Any, counts: Any,
 ) -> int:  # fmt: skip
@@ -206,23 +206,3 @@ def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
         numba_integers.encode_row(scaled, layout, codes)
     else:
         numba_rows.encode_row(scaled, layout, codes)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def cast_tiles_parallel(
-    x: Any, shape: Any, tile: Any, part: int, items: int, chunks: int, rule: int, layout: Any, tensor_amax: int,
-    random: Any, codes: Any, carrier: Any, words: Any, stored: Any, counts: Any,
-) -> int:  # fmt: skip
-    """`cast_tiles_serial` over chunks of parts in parallel."""
-    size = (items + chunks - 1) // chunks
-    largest = np.zeros(chunks, np.int32)
-    counted = np.zeros((chunks, len(counts)), np.int64)
-    for c in prange(chunks):
-        largest[c] = cast_tiles_serial(
-            x, shape, tile, part, min(c * size, items), min(c * size + size, items), rule, layout, tensor_amax, random,
-            codes, carrier, words, stored, counted[c],
-        )  # fmt: skip
-    for c in range(chunks):
-        for k in range(len(counts)):
-            counts[k] += counted[c, k]
-    return largest.max()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from narrowgauge.numerics.formats import E4M3FN
 from narrowgauge.numerics.kernels import numba_packing, numba_rows, numba_scales, numba_tiles
@@ -110,9 +110,7 @@ def _encode_part(
 
 
 @njit(nogil=True, cache=True)
-def encode_serial(
-    x: Any, n: int, part: int, first: int, last: int, wire: Any, random: Any, residual: Any, out: Any
-) -> None:
+def encode(x: Any, n: int, part: int, first: int, last: int, wire: Any, random: Any, residual: Any, out: Any) -> None:
     """Encode parts `first` to `last` of rows of `n` values each; what `x` lacks of the last rows is zeros.
 
     part: values of a part, a multiple of the block's. random: (whether to round stochastically, key, stream).
@@ -148,16 +146,6 @@ def encode_serial(
         left = residual[at : at + there] if len(residual) else residual
         _encode_part(source, at, wire, random, left, codes, scales, areas)
     hold(scratch)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def encode_parallel(
-    x: Any, n: int, part: int, items: int, chunks: int, wire: Any, random: Any, residual: Any, out: Any
-) -> None:
-    """`encode_serial` over chunks of parts in parallel."""
-    size = (items + chunks - 1) // chunks
-    for c in prange(chunks):
-        encode_serial(x, n, part, min(c * size, items), min(c * size + size, items), wire, random, residual, out)
 
 
 @njit(nogil=True, cache=True)
@@ -202,7 +190,7 @@ def _accumulate_part(codes: Any, wire: Any, areas: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def decode_serial(
+def decode(
     buffer: Any, stride: int, n: int, part: int, first: int, last: int, wire: Any, streamed: bool, out: Any
 ) -> None:
     """Decode parts `first` to `last` of rows of `n` values each into `out`, which may end within the last rows.
@@ -235,18 +223,8 @@ def decode_serial(
     hold(scratch)
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def decode_parallel(
-    buffer: Any, stride: int, n: int, part: int, items: int, chunks: int, wire: Any, streamed: bool, out: Any
-) -> None:
-    """`decode_serial` over chunks of parts in parallel."""
-    size = (items + chunks - 1) // chunks
-    for c in prange(chunks):
-        decode_serial(buffer, stride, n, part, min(c * size, items), min(c * size + size, items), wire, streamed, out)
-
-
 @njit(nogil=True, cache=True)
-def reduce_serial(
+def reduce(
     buffer: Any, stride: int, ranks: int, n: int, part: int, first: int, last: int, wire: Any, divisor: float,
     random: Any, residual: Any, total: Any, out: Any,
 ) -> None:  # fmt: skip
@@ -284,17 +262,3 @@ def reduce_serial(
                 source, start, wire, random, left, codes, out[scales_at : scales_at + tiles * scale_size], areas
             )
     hold(scratch)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def reduce_parallel(
-    buffer: Any, stride: int, ranks: int, n: int, part: int, items: int, chunks: int, wire: Any, divisor: float,
-    random: Any, residual: Any, total: Any, out: Any,
-) -> None:  # fmt: skip
-    """`reduce_serial` over chunks of parts in parallel."""
-    size = (items + chunks - 1) // chunks
-    for c in prange(chunks):
-        reduce_serial(
-            buffer, stride, ranks, n, part, min(c * size, items), min(c * size + size, items), wire, divisor,
-            random, residual, total, out,
-        )  # fmt: skip

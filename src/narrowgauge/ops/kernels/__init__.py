@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MIN_NUMBA = 65536  # below this many values torch's own operations are as fast
+_GRAIN = 32  # columns, whose sums fill whole cache lines: no two threads write to one
 
 
 def column_sum(x: Tensor) -> Tensor:
@@ -24,17 +25,13 @@ def transposed(x: Tensor) -> Tensor:
     """A contiguous copy of x.t(), for x [rows, columns] on a CPU."""
     if x.element_size() != 2 or x.numel() < MIN_NUMBA or x.shape[0] % 4 or x.shape[1] % 4:
         return x.t().contiguous()
-    from narrowgauge.numerics.kernels import cpu
     from narrowgauge.numerics.kernels.cpu_arrays import shared
+    from narrowgauge.numerics.kernels.cpu_threads import in_threads
     from narrowgauge.ops.kernels import numba_layout
 
     out = x.new_empty(x.shape[1], x.shape[0])
     source, target = (shared(t.detach().contiguous(), np.uint64).reshape(len(t), -1) for t in (x, out))
-    chunks = cpu.chunks_for(x)
-    if chunks == 1:
-        numba_layout.transpose_serial(source, 0, source.shape[1], target)
-    else:
-        numba_layout.transpose_parallel(source, target, chunks)
+    in_threads(lambda first, last: numba_layout.transpose(source, first, last, target), source.shape[1], x.numel())
     return out
 
 
@@ -43,16 +40,14 @@ def _column_sum_cpu(x: Tensor) -> Tensor:
     x = x.contiguous()  # torch's order of summation depends on the strides, and an expanded gradient must not differ
     if bits is None or x.numel() < MIN_NUMBA:
         return x.sum(0, dtype=torch.float32)
-    from narrowgauge.numerics.kernels import cpu
+    from narrowgauge.numerics.kernels.cpu_threads import in_threads
     from narrowgauge.ops.kernels import numba_layout
 
     total = x.new_empty(x.shape[1], dtype=torch.float32)
-    array = x.detach().view(bits).numpy()
-    chunks = cpu.chunks_for(x)
-    if chunks == 1:
-        numba_layout.column_sum_serial(array, 0, x.shape[1], total.numpy())
-    else:
-        numba_layout.column_sum_parallel(array, total.numpy(), chunks)
+    array, sums = x.detach().view(bits).numpy(), total.numpy()
+    in_threads(
+        lambda first, last: numba_layout.column_sum(array, first, last, sums), x.shape[1], x.numel() // 2, _GRAIN
+    )
     return total
 
 

@@ -1,18 +1,14 @@
-"""Numba kernels of the CPU that a linear layer needs beside casts: a transposed copy, and the sum of every column.
-
-A parallel form runs the serial one over chunks of columns.
-"""
+"""Numba kernels of the CPU that a linear layer needs beside casts: a transposed copy, and the sum of every column."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 i32, f32, u64 = np.int32, np.float32, np.uint64
 
-_GRAIN = 32  # columns: chunks start at multiples of a cache line, so that no two threads write to one
 _BLOCK = 64  # rows added up before they join the total, so that rounding errors do not pile up over all rows
 _TILE = 16  # quads of rows: a tile of rows of the source stays in the cache until its lines are used up
 
@@ -21,7 +17,7 @@ _LOW_32 = u64(0x00000000FFFFFFFF)
 
 
 @njit(nogil=True, cache=True)
-def column_sum_serial(x: Any, first: int, last: int, total: Any) -> None:
+def column_sum(x: Any, first: int, last: int, total: Any) -> None:
     """total[first:last] = float32 sums of these columns of `x` [rows, columns]: float32, or uint16 bits of bfloat16."""
     part = np.zeros(last - first, np.float32)
     bits = np.zeros(last - first, np.int32)
@@ -43,17 +39,8 @@ def column_sum_serial(x: Any, first: int, last: int, total: Any) -> None:
             total[first + c] += part[c]
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def column_sum_parallel(x: Any, total: Any, chunks: int) -> None:
-    """`column_sum_serial` over chunks of columns: the sums do not depend on their number."""
-    columns = x.shape[1]
-    size = ((columns + chunks - 1) // chunks + _GRAIN - 1) // _GRAIN * _GRAIN
-    for k in prange(chunks):
-        column_sum_serial(x, min(k * size, columns), min((k + 1) * size, columns), total)
-
-
 @njit(nogil=True, cache=True)
-def transpose_serial(x: Any, first: int, last: int, out: Any) -> None:
+def transpose(x: Any, first: int, last: int, out: Any) -> None:
     """out = x.T for 16-bit elements, four to a `uint64`: x [rows, columns / 4], out [columns, rows / 4].
 
     Takes the quads of columns first to last. Every step turns a square of four by four elements.
@@ -72,12 +59,3 @@ def transpose_serial(x: Any, first: int, last: int, out: Any) -> None:
                 out[4 * c + 1, r] = (odd_01 & _LOW_32) | (odd_23 << u64(32))
                 out[4 * c + 2, r] = (even_01 >> u64(32)) | (even_23 & ~_LOW_32)
                 out[4 * c + 3, r] = (odd_01 >> u64(32)) | (odd_23 & ~_LOW_32)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def transpose_parallel(x: Any, out: Any, chunks: int) -> None:
-    """`transpose_serial` over chunks of columns."""
-    columns = x.shape[1]
-    size = (columns + chunks - 1) // chunks
-    for k in prange(chunks):
-        transpose_serial(x, min(k * size, columns), min((k + 1) * size, columns), out)

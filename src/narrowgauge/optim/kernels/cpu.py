@@ -13,7 +13,7 @@ from numba import njit
 from torch import Tensor
 
 from narrowgauge.numerics.kernels import stale
-from narrowgauge.numerics.kernels.cpu_arrays import chunks_of
+from narrowgauge.numerics.kernels.cpu_threads import in_threads
 from narrowgauge.optim.kernels.items import address_of, grad_kind, parts_of, row_of
 from narrowgauge.optim.kernels.table import NUMBERS, Column, GradKind, ParamKind, RuleCode, numbers_of
 from narrowgauge.optim.rules import Muon, Rule, orthogonalized
@@ -99,13 +99,13 @@ class CpuPlan:
 
 def _run(rule: RuleCode, table: np.ndarray, numbers: np.ndarray, starts: np.ndarray, key: int) -> None:
     total = int(starts[-1])
-    chunks = chunks_of(total)
-    amax = np.zeros((chunks, len(table), 2), np.int32)
-    if chunks == 1:
-        numba_step.step_values(int(rule), table, numbers, starts, 0, total, key, amax[0])
-    else:
-        numba_step.step_parallel(int(rule), table, numbers, starts, chunks, key, amax)
-    numba_step.write_amax(table, amax)
+
+    def step(first: int, last: int) -> np.ndarray:
+        amax = np.zeros((len(table), 2), np.int32)
+        numba_step.step_values(int(rule), table, numbers, starts, first, last, key, amax)
+        return amax
+
+    numba_step.write_amax(table, np.maximum.reduce(in_threads(step, total, 8 * total)))
 
 
 def _numbers(items: Sequence[Item]) -> np.ndarray:

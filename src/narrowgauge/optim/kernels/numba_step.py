@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from narrowgauge.numerics.kernels import numba_rows
 from narrowgauge.numerics.kernels.numba_bits import borrow, hold
@@ -211,22 +211,10 @@ def step_values(rule: int, table: Any, h: Any, starts: Any, first: int, last: in
     hold((words, memory))
 
 
-@njit(nogil=True, cache=True, parallel=True)
-def step_parallel(rule: int, table: Any, h: Any, starts: Any, chunks: int, key: int, amax: Any) -> None:
-    """`step_values` of everything in chunks, in parallel; amax: int32 [chunks, parameters, 2], zero."""
-    total = starts[len(table)]
-    size = (total + chunks - 1) // chunks
-    for c in prange(chunks):
-        step_values(rule, table, h, starts, min(c * size, total), min(c * size + size, total), key, amax[c])
-
-
 @njit(nogil=True, cache=True)
 def write_amax(table: Any, amax: Any) -> None:
-    """Write each moment's amax, the largest of those of the chunks."""
+    """Write each moment's amax."""
     for item in range(len(table)):
         for k, column in enumerate((_FIRST_AMAX, _SECOND_AMAX)):
             if table[item, column] != 0:
-                largest = i32(0)
-                for c in range(len(amax)):
-                    largest = max(largest, amax[c, item, k])
-                store(0, i32, table[item, column], 0, largest)
+                store(0, i32, table[item, column], 0, amax[item, k])
