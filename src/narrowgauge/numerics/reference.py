@@ -139,6 +139,7 @@ def dequant_scale(scale: int) -> int:
     return divide(bits_of(1.0), scale)
 
 
+@functools.lru_cache(1 << 16)  # tests ask for each amax several times
 def e8m0_byte_up(amax: int, fmt: Format) -> int:
     """The OCP MX scale byte of an amax, rounded up to a power of two."""
     if amax >= INFINITY:

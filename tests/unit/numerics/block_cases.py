@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import hypothesis.extra.numpy as hnp
@@ -64,6 +65,7 @@ def stored_bits(x: Tensor) -> list[list[int]]:
     return [[v % (1 << 8 * x.element_size()) for v in row] for row in x.contiguous().view(dtype).tolist()]
 
 
+@functools.cache
 def ties_of(fmt: Format) -> list[int]:
     """Float32 bits of the midpoints between neighbouring values of a format, and of their neighbours."""
     codes = range(1 << min(fmt.bits, 8))
@@ -73,6 +75,7 @@ def ties_of(fmt: Format) -> list[int]:
     return [bits + step for bits in middles for step in (-1, 0, 1)]
 
 
+@functools.cache
 def matrices(fmt: Format, rows: int = 4, columns: int = 20, finite: bool = False) -> st.SearchStrategy[np.ndarray]:
     """Float32 bits of matrices of up to that size: any bits, values near ties, special values; many entries repeat."""
     magnitudes = st.sampled_from([b for b in SPECIAL if b < INFINITY or not finite] + ties_of(fmt))

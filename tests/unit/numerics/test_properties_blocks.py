@@ -74,7 +74,7 @@ def test_any_matrix_is_cast_as_the_scalar_twin_says(data: st.DataObject, fmt: Fo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fmt", "rule"), CASTS, ids=repr)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_many_matrices_are_cast_as_the_scalar_twin_says(data: st.DataObject, fmt: Format, rule: ScaleRule) -> None:
     check_any_matrix(data, fmt, rule)
