@@ -17,6 +17,9 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 SIGN = np.int32(-0x80000000)
 NAN = np.int32(0x7FC00000)
 
+# options of what only other kernels call: without entries for Python and for C it compiles in four fifths of the time
+INNER = {"cache": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
 # what a layout's codes are: floats, integers, or integers on the square root
 FLOATS, INTEGERS, SQUARE_ROOTS = range(3)
 

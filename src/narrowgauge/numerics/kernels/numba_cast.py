@@ -17,6 +17,7 @@ from numba import njit
 
 from narrowgauge.numerics.kernels.numba_bits import (
     INFINITY,
+    INNER,
     MAGNITUDE,
     NAN,
     SIGN,
@@ -33,7 +34,7 @@ i16, i32, f32 = np.int16, np.int32, np.float32
 _BLOCK = 2048
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _layout(mantissa_bits: int) -> tuple[int, int, int, int]:
     """What the casts know of E4M3FN (3 mantissa bits) or E5M2 (2): shift, align, least, top.
 

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from narrowgauge.numerics.hadamard import POINTS
-from narrowgauge.numerics.kernels.numba_bits import borrow, hold, widen
+from narrowgauge.numerics.kernels.numba_bits import INNER, borrow, hold, widen
 
 f32 = np.float32
 
@@ -16,20 +16,20 @@ f32 = np.float32
 PANEL = 256
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _signed(x: Any, sign: float, out: Any) -> None:
     for j in range(len(x)):
         out[j] = f32(widen(x[j]) * f32(sign))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _butterfly(first: Any, second: Any) -> None:
     for j in range(len(first)):
         a, b = first[j], second[j]
         first[j], second[j] = f32(a + b), f32(a - b)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _quarter(x: Any, out: Any) -> None:
     for j in range(len(out)):
         out[j] = f32(x[j] * f32(0.25))

@@ -13,6 +13,7 @@ from numba import njit
 
 from narrowgauge.numerics.kernels.numba_bits import (
     INFINITY,
+    INNER,
     MAGNITUDE,
     SIGN,
     SQUARE_ROOTS,
@@ -27,7 +28,7 @@ i32, f32 = np.int32, np.float32
 _UNITS = np.float32(8388608.0)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def lifted_row(x: Any, scales: Any, least: int, scaled: Any) -> None:
     """scaled = x * scales, as bits, of a magnitude of at least `least` (bits) where x is not zero."""
     least = i32(least)
@@ -38,7 +39,7 @@ def lifted_row(x: Any, scales: Any, least: int, scaled: Any) -> None:
         scaled[i] = i32(magnitude | i32(bits & SIGN))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _code(bits: int, top: int, signed: bool, root: bool) -> int:
     """The code of a scaled value: NaN has 0, and so have negative values where there are no such codes."""
     magnitude = i32(bits & MAGNITUDE)
@@ -51,7 +52,7 @@ def _code(bits: int, top: int, signed: bool, root: bool) -> int:
     return i32(0) if magnitude > INFINITY else i32(code)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
     """codes = encode(scaled), to nearest even, saturating."""
     top, signed = i32(layout[2]), layout[1] != 0
@@ -63,7 +64,7 @@ def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
             codes[i] = np.uint8(_code(scaled[i], top, signed, False))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def decode_row(codes: Any, layout: Any, values: Any) -> None:
     """values = decode(codes), as bits of float32."""
     if layout[5] == SQUARE_ROOTS:

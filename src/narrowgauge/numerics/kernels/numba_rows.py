@@ -15,6 +15,7 @@ from numba import njit
 from narrowgauge.numerics import philox
 from narrowgauge.numerics.kernels.numba_bits import (
     INFINITY,
+    INNER,
     MAGNITUDE,
     NAN,
     SIGN,
@@ -31,7 +32,7 @@ _MULTIPLIER_0, _MULTIPLIER_1 = (np.uint64(m) for m in philox.MULTIPLIERS)
 _KEY_STEP_0, _KEY_STEP_1 = (np.uint64(step) for step in philox.KEY_STEPS)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def largest_of(x: Any) -> int:
     """The largest magnitude, as bits: read as an integer, NaN is larger than infinity and so never lost."""
     largest = i32(0)
@@ -40,21 +41,28 @@ def largest_of(x: Any) -> int:
     return largest
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def raise_to(x: Any, largest: Any) -> None:
     """largest = max(largest, |x|), as bits."""
     for i in range(len(x)):
         largest[i] = max(largest[i], i32(bits_of(widen(x[i])) & MAGNITUDE))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
+def copy_row(values: Any, out: Any) -> None:
+    """out = values; Numba's own assignment of arrays comes with half a second of code for its error message."""
+    for i in range(len(out)):
+        out[i] = values[i]
+
+
+@njit(**INNER)
 def scale_row(x: Any, scales: Any, scaled: Any) -> None:
     """scaled = x * scales, as bits."""
     for i in range(len(x)):
         scaled[i] = bits_of(f32(widen(x[i]) * scales[i]))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _fields(layout: Any) -> tuple[int, int, int, int, int, int, int]:
     """What encoding takes of a layout: shift, align, least, top, code of the smallest normal, sign shift, sign bit."""
     shift, least, top = i32(layout[0]), i32(layout[1]), i32(layout[2])
@@ -63,7 +71,7 @@ def _fields(layout: Any) -> tuple[int, int, int, int, int, int, int]:
     return shift, align, least, top, first, i32(layout[3]), shift_right(SIGN, i32(layout[3]))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _encode(bits: int, nan_mask: int, fields: Any) -> int:
     shift, align, least, top, first, sign_shift, sign_bit = fields
     magnitude = i32(bits & MAGNITUDE)
@@ -76,7 +84,7 @@ def _encode(bits: int, nan_mask: int, fields: Any) -> int:
     return i32(i32(sign | i32(0x7F)) & nan_mask) if magnitude > INFINITY else code
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
     """codes = encode(scaled), to nearest even, saturating."""
     nan_mask, fields = i32(layout[4]), _fields(layout)
@@ -84,7 +92,7 @@ def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
         codes[i] = np.uint8(_encode(scaled[i], nan_mask, fields))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def scale_and_encode_row(x: Any, scales: Any, layout: Any, codes: Any) -> None:
     """codes = encode(x * scales), to nearest even, saturating."""
     nan_mask, fields = i32(layout[4]), _fields(layout)
@@ -92,7 +100,7 @@ def scale_and_encode_row(x: Any, scales: Any, layout: Any, codes: Any) -> None:
         codes[i] = np.uint8(_encode(bits_of(f32(widen(x[i]) * scales[i])), nan_mask, fields))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def carry_row(scaled: Any, layout: Any, factors: Any, carrier: Any) -> None:
     """carrier = decode(encode(scaled)) * factors, as bits: see `multiply_row`."""
     shift, least, top = i32(layout[0]), i32(layout[1]), i32(layout[2])
@@ -108,14 +116,14 @@ def carry_row(scaled: Any, layout: Any, factors: Any, carrier: Any) -> None:
         carrier[i] = bfloat16_bits(product) if carrier.itemsize == 2 else product
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def bfloat16_bits(bits: int) -> int:
     """Bits of bfloat16, rounded to nearest even from those of a float32."""
     rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
     return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def multiply_row(values: Any, factors: Any, out: Any) -> None:
     """out = values * factors, as bits: int32 (float32), or uint16 (bfloat16, rounded once to nearest even)."""
     for i in range(len(out)):
@@ -123,7 +131,7 @@ def multiply_row(values: Any, factors: Any, out: Any) -> None:
         out[i] = bfloat16_bits(product) if out.itemsize == 2 else product
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def decode_row(codes: Any, layout: Any, values: Any) -> None:
     """values = decode(codes), as bits of float32."""
     # read as float16, whose exponent is as wide as E5M2's or wider: subnormals need no case of their own
@@ -140,7 +148,7 @@ def decode_row(codes: Any, layout: Any, values: Any) -> None:
         values[i] = bits_of(f32(widen(i16(half | sign)) * rebias))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def stochastic_row(scaled: Any, words: Any, layout: Any) -> None:
     """scaled = `rounding.round_stochastically(scaled, words)`, in place; beyond the maximum: the maximum."""
     shift, least, top = i32(layout[0]), i32(layout[1]), i32(layout[2])
@@ -160,7 +168,7 @@ def stochastic_row(scaled: Any, words: Any, layout: Any) -> None:
         scaled[i] = bits if magnitude > INFINITY else i32(value | i32(bits & SIGN))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def narrow_row(scaled: Any, words: Any, out: Any) -> None:
     """out (uint16) = scaled in bfloat16, stochastically rounded; beyond its maximum to nearest even, NaN stays."""
     top, dropped = i32(0x7F7F0000), i32(0xFFFF)
@@ -174,7 +182,7 @@ def narrow_row(scaled: Any, words: Any, out: Any) -> None:
         out[i] = i32(0x7FC0) if magnitude > INFINITY else rounded
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _philox_round(c0: int, c1: int, c2: int, c3: int, low: int, high: int) -> tuple[int, int, int, int]:
     product_0, product_1 = u64(c0 * _MULTIPLIER_0), u64(c2 * _MULTIPLIER_1)
     return (
@@ -202,7 +210,7 @@ def draw_row(key: int, stream: int, first: int, words: Any) -> None:
         words[4 * block + 3] = i32(c3)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def count_saturated(scaled: Any, top: int) -> int:
     """How many values lie beyond the largest: infinities do, NaN does not."""
     top, saturated = i32(top), i32(0)
@@ -212,7 +220,7 @@ def count_saturated(scaled: Any, top: int) -> int:
     return saturated
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def count_flushed(x: Any, codes: Any, sign_shift: int) -> int:
     """How many values that are not zero have a code that is."""
     rest = i32(shift_right(SIGN, i32(sign_shift)) - i32(1))

@@ -13,7 +13,16 @@ from numba import njit
 from narrowgauge.numerics import scaling
 from narrowgauge.numerics.formats import E2M1FN, E4M3FN
 from narrowgauge.numerics.kernels import numba_rows
-from narrowgauge.numerics.kernels.numba_bits import INFINITY, MAGNITUDE, NAN, bits_of, float_of, layout, shift_right
+from narrowgauge.numerics.kernels.numba_bits import (
+    INFINITY,
+    INNER,
+    MAGNITUDE,
+    NAN,
+    bits_of,
+    float_of,
+    layout,
+    shift_right,
+)
 from narrowgauge.numerics.scaling import ScaleRule
 
 i32, f32 = np.int32, np.float32
@@ -35,7 +44,7 @@ _SIXTH = np.float32(1.0) / np.float32(E2M1FN.max)
 _NVFP4_INVERSE = np.float32(1.0) / _NVFP4_MAX
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def scales_of(
     amax: Any, rule: int, layout: Any, tensor_amax: int, quant_scale: Any, factor: Any, words: Any, stored: Any
 ) -> None:
@@ -67,7 +76,7 @@ def scales_of(
         factors_of(stored, words, factor, CURRENT)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def factors_of(stored: Any, words: Any, factor: Any, rule: int) -> None:
     """The float32 values of stored scales: words for the CURRENT rules, else bytes."""
     if rule == NVFP4:
@@ -82,14 +91,14 @@ def factors_of(stored: Any, words: Any, factor: Any, rule: int) -> None:
             factor[t] = float_of(words[t])
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def with_tensor_factor(factor: Any, tensor_amax: float) -> None:
     """factor = factor * tensor_amax * fl(1/2688), in place: the whole scale of NVFP4's blocks."""
     for t in range(len(factor)):
         factor[t] = f32(f32(factor[t] * f32(tensor_amax)) * _NVFP4_INVERSE)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _current_scales(amax: Any, pow2: bool, layout: Any, quant_scale: Any) -> None:
     largest = float_of(i32(layout[2]))
     kept = INFINITY if pow2 else i32(-1)
@@ -100,7 +109,7 @@ def _current_scales(amax: Any, pow2: bool, layout: Any, quant_scale: Any) -> Non
         quant_scale[t] = float_of(i32(bits_of(scale) & kept))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _e8m0_up(amax: Any, layout: Any, bytes: Any) -> None:
     inverse = f32(f32(1.0) / float_of(i32(layout[2])))
     for t in range(len(amax)):
@@ -113,7 +122,7 @@ def _e8m0_up(amax: Any, layout: Any, bytes: Any) -> None:
         bytes[t] = i32(0xFF) if i32(ratio & MAGNITUDE) > INFINITY else byte
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _e8m0_floor(amax: Any, layout: Any, bytes: Any) -> None:
     emax = i32(shift_right(i32(layout[2]), i32(23)) - i32(127))
     for t in range(len(amax)):
@@ -122,7 +131,7 @@ def _e8m0_floor(amax: Any, layout: Any, bytes: Any) -> None:
         bytes[t] = i32(0xFF) if amax[t] > INFINITY else byte
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _nvfp4_scales(amax: Any, tensor_amax: int, quant_scale: Any, factor: Any, words: Any, stored: Any) -> None:
     tensor_scale = f32(_NVFP4_MAX / float_of(i32(tensor_amax)))
     tensor_scale = _LARGEST if tensor_scale > _LARGEST else tensor_scale
@@ -139,7 +148,7 @@ def _nvfp4_scales(amax: Any, tensor_amax: int, quant_scale: Any, factor: Any, wo
         quant_scale[t] = scale if scale == scale else f32(1.0)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _decode_e4m3(stored: Any, words: Any, factor: Any) -> None:
     numba_rows.decode_row(stored, _E4M3, words)
     for t in range(len(factor)):

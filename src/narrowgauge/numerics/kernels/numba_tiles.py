@@ -13,6 +13,7 @@ from numba import njit
 
 from narrowgauge.numerics.kernels import numba_integers, numba_rows, numba_scales
 from narrowgauge.numerics.kernels.numba_bits import (
+    INNER,
     bits_of,
     borrow,
     fill_16,
@@ -29,7 +30,7 @@ i32 = np.int32
 RUN = 1024
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def largest_of_tiles(x: Any, width: int, largest: Any) -> None:
     """largest[t] = the largest magnitude, as bits, of each `width` values; the last tile may be ragged."""
     if width == 1:
@@ -54,11 +55,11 @@ def largest_of_tiles(x: Any, width: int, largest: Any) -> None:
         largest[whole] = numba_rows.largest_of(x[width * whole :])
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def repeat(per_tile: Any, width: int, skipped: int, out: Any) -> None:
     """out = the value of each tile for each of its columns, after the first `skipped` columns of the first tile."""
     if width == 1:
-        _copy(per_tile, out)
+        numba_rows.copy_row(per_tile, out)
         return
     start, t, rest = 0, 0, width - skipped
     while start < len(out):
@@ -71,22 +72,16 @@ def repeat(per_tile: Any, width: int, skipped: int, out: Any) -> None:
         start, t, rest = stop, t + 1, width
 
 
-# loops of their own, over whole arrays: an index that might be negative is not vectorized
+# a loop of its own, over a whole array: an index that might be negative is not vectorized
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _fill(value: float, out: Any) -> None:
     for j in range(len(out)):
         out[j] = value
 
 
-@njit(nogil=True, cache=True)
-def _copy(values: Any, out: Any) -> None:
-    for j in range(len(out)):
-        out[j] = values[j]
-
-
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _largest_of_part(x: Any, shape: Any, tile: Any, first_row: int, last_row: int, left: int, right: int, rows: Any,
                      largest: Any) -> None:  # fmt: skip
     columns, width = shape[1], tile[1]
@@ -135,9 +130,9 @@ def cast_tiles(
         )
         at = band * across + left // width
         if len(words):
-            words[at : at + n] = scale_words[:n]
+            numba_rows.copy_row(scale_words, words[at : at + n])
         else:
-            stored[at : at + n] = scale_bytes[:n]
+            numba_rows.copy_row(scale_bytes, stored[at : at + n])
         for start in range(left, right, RUN):
             stop = min(start + RUN, right)
             tiles, skipped = (start - left) // width, (start - left) % width
@@ -151,7 +146,7 @@ def cast_tiles(
     return most_of_all
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def new_scratch() -> Any:
     """Scales and factors of a run, its scaled values, random words and codes."""
     return (
@@ -160,13 +155,13 @@ def new_scratch() -> Any:
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def borrow_all(scratch: Any) -> Any:
     """The scratch arrays without their reference counts, see `borrow`."""
     return borrow(scratch[0]), borrow(scratch[1]), borrow(scratch[2]), borrow(scratch[3]), borrow(scratch[4])
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def cast_run(
     x: Any, start: int, stop: int, layout: Any, random: Any, codes: Any, carrier: Any, counts: Any, scratch: Any
 ) -> None:
@@ -199,7 +194,7 @@ def cast_run(
         numba_rows.carry_row(scaled, layout, scratch[1], carrier[start:stop])
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def encode_row(scaled: Any, layout: Any, codes: Any) -> None:
     """codes = encode(scaled), to nearest even, saturating."""
     if layout[5]:

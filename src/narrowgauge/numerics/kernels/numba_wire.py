@@ -14,7 +14,7 @@ from numba import njit
 from narrowgauge.numerics.formats import E4M3FN
 from narrowgauge.numerics.kernels import numba_packing, numba_rows, numba_scales, numba_tiles
 from narrowgauge.numerics.kernels import numba_wire_rows as rows
-from narrowgauge.numerics.kernels.numba_bits import INFINITY, borrow, hold, layout, stream_line
+from narrowgauge.numerics.kernels.numba_bits import INFINITY, INNER, borrow, hold, layout, stream_line
 from narrowgauge.numerics.kernels.numba_vectors import LANES
 
 f32 = np.float32
@@ -25,7 +25,7 @@ _E4M3 = layout(E4M3FN)
 _UNITS = (16, (127 + 7) << 23)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _sizes(n: int, wire: Any) -> tuple[int, int, int]:
     """Bytes of the codes of a row of `n` values, of one scale, and of the whole row."""
     width, rule, bits = wire[0], wire[1], wire[2]
@@ -34,13 +34,13 @@ def _sizes(n: int, wire: Any) -> tuple[int, int, int]:
     return code_bytes, scale_bytes, code_bytes + (n + width - 1) // width * scale_bytes
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _in_vectors(wire: Any) -> bool:
     """Whether codes and tiles are those that `numba_vectors` knows."""
     return wire[0] % LANES == 0 and wire[3] == _E4M3[0]
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _new_scratch(part: int, width: int) -> Any:
     """What a part needs: integers, floats and bytes."""
     tiles = (part + width - 1) // width
@@ -51,7 +51,7 @@ def _new_scratch(part: int, width: int) -> Any:
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _areas(scratch: Any, tiles: int, n: int, part: int, most: int) -> Any:
     """The areas of the scratch for `n` values in so many tiles.
 
@@ -67,7 +67,7 @@ def _areas(scratch: Any, tiles: int, n: int, part: int, most: int) -> Any:
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _encode_part(
     source: Any, at: int, wire: Any, random: Any, residual: Any, out: Any, scales: Any, areas: Any
 ) -> None:
@@ -148,7 +148,7 @@ def encode(x: Any, n: int, part: int, first: int, last: int, wire: Any, random: 
     hold(scratch)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _load_part(buffer: Any, row_at: int, start: int, n: int, wire: Any, areas: Any) -> Any:
     """The codes of a part of the row that begins at `row_at`, one a byte; their factors go into the area `factor`."""
     bits, layout = wire[2], wire[3:]
@@ -164,7 +164,7 @@ def _load_part(buffer: Any, row_at: int, start: int, n: int, wire: Any, areas: A
     return codes
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _decode_part(codes: Any, wire: Any, areas: Any, out: Any) -> None:
     """out = what the codes and factors of `_load_part` say, int32 (float32) or uint16 (bfloat16)."""
     _, _, _, _, factor, source, scaled, _, spread, _ = areas
@@ -178,7 +178,7 @@ def _decode_part(codes: Any, wire: Any, areas: Any, out: Any) -> None:
         rows.narrow_row(source, out)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _accumulate_part(codes: Any, wire: Any, areas: Any) -> None:
     """Add what the codes and factors of `_load_part` say to the area `source`."""
     _, _, _, _, factor, source, scaled, _, spread, _ = areas
@@ -219,7 +219,7 @@ def decode(
             whole = count // LANES * LANES
             for i in range(0, whole, LANES):
                 stream_line(values, i, out, at + i)
-            out[at + whole : at + count] = values[whole:]
+            numba_rows.copy_row(values[whole:], out[at + whole : at + count])
     hold(scratch)
 
 
@@ -249,13 +249,13 @@ def reduce(
         if divisor != 1.0:
             rows.divide_row(source, f32(divisor))
         if len(total):
-            total[start : start + count] = source
+            numba_rows.copy_row(source, total[start : start + count])
         if len(out):
             left = residual
             if len(residual):
                 left = residual[start : start + count]
                 rows.add_row(source, left, scaled)
-                source[:] = scaled
+                numba_rows.copy_row(scaled, source)
             codes = out[start * bits // 8 : (start + count) * bits // 8 + (count * bits % 8 != 0)]
             scales_at = code_bytes + start // width * scale_size
             _encode_part(

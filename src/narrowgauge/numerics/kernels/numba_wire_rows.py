@@ -15,6 +15,7 @@ from narrowgauge.numerics.formats import E4M3FN, E5M2
 from narrowgauge.numerics.kernels import numba_integers, numba_packing, numba_rows, numba_scales, numba_tiles
 from narrowgauge.numerics.kernels.numba_bits import (
     INFINITY,
+    INNER,
     MAGNITUDE,
     NAN,
     bits_of,
@@ -35,7 +36,7 @@ _LEAST, _TOP = i32(_E4M3[1]), i32(_E4M3[2])
 _ALIGN, _FIRST = i32(_E4M3[0] << 23), i32(_E4M3[1] >> _E4M3[0])
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def widen_row(x: Any, out: Any) -> None:
     """out = x in float32, then zeros."""
     for i in range(len(x)):
@@ -43,14 +44,14 @@ def widen_row(x: Any, out: Any) -> None:
     out[len(x) :] = 0
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def add_row(x: Any, residual: Any, out: Any) -> None:
     """out = x + residual in float32."""
     for i in range(len(x)):
         out[i] = bits_of(f32(widen(x[i]) + float_of(residual[i])))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def divide_row(total: Any, divisor: float) -> None:
     """total = total / divisor."""
     inverse = f32(f32(1.0) / divisor)
@@ -62,14 +63,14 @@ def divide_row(total: Any, divisor: float) -> None:
             total[i] = bits_of(f32(float_of(total[i]) / divisor))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def subtract_row(source: Any, sent: Any, residual: Any) -> None:
     """residual = source - sent."""
     for i in range(len(residual)):
         residual[i] = bits_of(f32(float_of(source[i]) - float_of(sent[i])))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def encode_e4m3_tiles(x: Any, scales: Any, width: int, codes: Any) -> None:
     """codes = encode(x * scale of its tile) in E4M3FN, to nearest even, saturating; NaN is any code, see `clear_codes`.
 
@@ -85,7 +86,7 @@ def encode_e4m3_tiles(x: Any, scales: Any, width: int, codes: Any) -> None:
             codes[i] = _e4m3_code(bits_of(f32(widen(x[i]) * scale)))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def decode_e4m3_tiles(codes: Any, factors: Any, width: int, streamed: bool, out: Any) -> None:
     """out (float32) = codes * factor of its tile; tiles as above. streamed: `out` begins on a cache line."""
     for t in range(len(factors)):
@@ -101,7 +102,7 @@ def decode_e4m3_tiles(codes: Any, factors: Any, width: int, streamed: bool, out:
             out[i] = bits_of(f32(_e4m3_value(codes[i]) * factor))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def accumulate_e4m3_tiles(codes: Any, factors: Any, width: int, total: Any) -> None:
     """total = total + codes * factor of its tile, in float32, both operations rounded; tiles as above."""
     for t in range(len(factors)):
@@ -113,7 +114,7 @@ def accumulate_e4m3_tiles(codes: Any, factors: Any, width: int, total: Any) -> N
             total[i] = bits_of(f32(float_of(total[i]) + f32(_e4m3_value(codes[i]) * factor)))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _e4m3_code(bits: int) -> int:
     clamped = i32(min(i32(bits & MAGNITUDE), _TOP))
     exponent = i32(max(i32(clamped & INFINITY), _LEAST))
@@ -123,7 +124,7 @@ def _e4m3_code(bits: int) -> int:
     return u8(i32(code | i32(shift_right(bits, i32(24)) & i32(0x80))))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _e4m3_value(code: int) -> float:
     """The value of a code: by float16, whose subnormals hold E4M3FN's; the mask takes the second sign away."""
     half = i16(i16(i16(np.int8(code)) << 7) & i16(-0x4001))
@@ -131,12 +132,12 @@ def _e4m3_value(code: int) -> float:
     return f32(widen(half) * f32(256.0))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _e5m2_value(code: int) -> float:
     return widen(i16(i16(code) << 8))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def decode_row(codes: Any, factors: Any, layout: Any, scratch: Any, out: Any) -> None:
     """out = codes * factors: int32 (float32), or uint16 (bfloat16, rounded once)."""
     if out.itemsize == 4 and layout[0] == _E5M2[0]:
@@ -147,7 +148,7 @@ def decode_row(codes: Any, factors: Any, layout: Any, scratch: Any, out: Any) ->
         numba_rows.multiply_row(scratch, factors, out)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def accumulate_row(codes: Any, factors: Any, layout: Any, scratch: Any, total: Any) -> None:
     """total = total + codes * factors, in float32, both operations rounded."""
     if layout[0] == _E5M2[0]:
@@ -159,14 +160,14 @@ def accumulate_row(codes: Any, factors: Any, layout: Any, scratch: Any, total: A
             total[i] = bits_of(f32(float_of(total[i]) + f32(float_of(scratch[i]) * factors[i])))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def narrow_row(values: Any, out: Any) -> None:
     """out = values, bits of float32, in bfloat16, rounded once."""
     for i in range(len(out)):
         out[i] = numba_rows.bfloat16_bits(values[i])
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def decode_plain_row(codes: Any, layout: Any, values: Any) -> None:
     """values = decode(codes), as bits of float32."""
     if layout[5]:
@@ -175,7 +176,7 @@ def decode_plain_row(codes: Any, layout: Any, values: Any) -> None:
         numba_rows.decode_row(codes, layout, values)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def unpack4(packed: Any, codes: Any, are_integers: bool) -> None:
     """Codes of 4 bits, one a byte: those of integers in two's complement of the byte."""
     numba_packing.unpack4(packed, len(codes), codes)
@@ -184,7 +185,7 @@ def unpack4(packed: Any, codes: Any, are_integers: bool) -> None:
             codes[i] = u8((codes[i] ^ u8(8)) - u8(8))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def clear_codes(largest: Any, width: int, codes: Any) -> None:
     """Code 0 in tiles that hold what is not finite: the sign of a NaN is not the same on every machine."""
     for t in range(len(largest)):
@@ -192,7 +193,7 @@ def clear_codes(largest: Any, width: int, codes: Any) -> None:
             codes[t * width : t * width + width] = 0
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def store_scales(largest: Any, words: Any, stored: Any, size: int, out: Any) -> None:
     """The scales of tiles as bytes; NaN where a tile holds what is not finite."""
     for t in range(len(largest)):
@@ -205,7 +206,7 @@ def store_scales(largest: Any, words: Any, stored: Any, size: int, out: Any) -> 
                 out[4 * t + k] = u8(shift_right(word, i32(8 * k)) & i32(0xFF))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def load_scales(raw: Any, size: int, words: Any, factor: Any) -> None:
     """The factors of tiles from the bytes of their scales."""
     if size == 1:

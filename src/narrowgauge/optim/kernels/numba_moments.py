@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from narrowgauge.numerics.kernels.numba_bits import INFINITY, MAGNITUDE, bits_of, float_of
+from narrowgauge.numerics.kernels.numba_bits import INFINITY, INNER, MAGNITUDE, bits_of, float_of
 from narrowgauge.optim.kernels.numba_memory import load, standalone, store, widest
 
 i8, i32, f32, u8 = np.int8, np.int32, np.float32, np.uint8
@@ -21,7 +21,7 @@ TRUSTED = f32(0.5 - 1e-4)
 INT8_MAX, UINT8_MAX = f32(127.0), f32(255.0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _expand_signed(codes: int, at: int, n: int, scale: float, out: int, to: int) -> None:
     widest()
     for i in range(n):
@@ -29,7 +29,7 @@ def _expand_signed(codes: int, at: int, n: int, scale: float, out: int, to: int)
         store(1, f32, out, to + i, f32(f32(c * abs(c)) * scale))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _expand_unsigned(codes: int, at: int, n: int, scale: float, out: int, to: int) -> None:
     widest()
     for i in range(n):
@@ -37,7 +37,7 @@ def _expand_unsigned(codes: int, at: int, n: int, scale: float, out: int, to: in
         store(1, f32, out, to + i, f32(f32(c * c) * scale))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def load_signed(codes: int, scales: int, at: int, n: int, tile: int, width: int, out: int) -> None:
     """out = code * |code| * scale of int8 codes; tile: number of the run's first one."""
     standalone()
@@ -46,7 +46,7 @@ def load_signed(codes: int, scales: int, at: int, n: int, tile: int, width: int,
         _expand_signed(codes, at + start, min(width, n - start), load(0, f32, scales, tile + t), out, start)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def load_unsigned(codes: int, scales: int, at: int, n: int, tile: int, width: int, out: int) -> None:
     """out = code * code * scale of uint8 codes; tile: number of the run's first one."""
     standalone()
@@ -55,7 +55,7 @@ def load_unsigned(codes: int, scales: int, at: int, n: int, tile: int, width: in
         _expand_unsigned(codes, at + start, min(width, n - start), load(0, f32, scales, tile + t), out, start)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _largest(values: int, at: int, n: int) -> int:
     """The largest magnitude as bits: NaN is larger than infinity."""
     widest()
@@ -65,7 +65,7 @@ def _largest(values: int, at: int, n: int) -> int:
     return largest
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _compress_signed(values: int, start: int, n: int, scale: float, codes: int, at: int) -> None:
     widest()
     for i in range(n):
@@ -76,7 +76,7 @@ def _compress_signed(values: int, start: int, n: int, scale: float, codes: int, 
         store(1, i8, codes, at + i, i8(i32(-code) if bits_of(x) < i32(0) else code))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def compress_unsigned(values: int, start: int, n: int, scale: float, codes: int, at: int) -> None:
     widest()
     for i in range(n):
@@ -88,7 +88,7 @@ def compress_unsigned(values: int, start: int, n: int, scale: float, codes: int,
         store(1, u8, codes, at + i, u8(bits_of(f32((root if root > least else least) + MAGIC))))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def scale_of(largest: int, limit: float) -> float:
     """quant_scale of a tile by `scaling.quantscale_of`."""
     if largest == i32(0) or largest >= INFINITY:
@@ -97,13 +97,13 @@ def scale_of(largest: int, limit: float) -> float:
     return scale if scale <= _LARGEST else _LARGEST
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def stored(largest: int, scale: float) -> float:
     """The tile's dequant_scale: NaN says what the codes cannot."""
     return _NAN if largest > INFINITY else f32(f32(1.0) / scale)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def store_signed(values: int, n: int, width: int, codes: int, scales: int, at: int, tile: int) -> int:
     """codes, scales = values on the square-root curve in INT8; returns the bits of the largest magnitude."""
     standalone()
@@ -119,7 +119,7 @@ def store_signed(values: int, n: int, width: int, codes: int, scales: int, at: i
     return most
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _compress_roots(roots: int, start: int, n: int, factor: float, codes: int, at: int) -> bool:
     """`compress_unsigned` of finite values by their square roots; factor: the root of the scale.
 
@@ -138,7 +138,7 @@ def _compress_roots(roots: int, start: int, n: int, factor: float, codes: int, a
     return float_of(farthest) < TRUSTED
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def store_unsigned(values: int, roots: int, n: int, width: int, codes: int, scales: int, at: int, tile: int) -> int:
     """codes, scales = values on the square-root curve in UINT8, none but zero to zero; returns as `store_signed`.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from narrowgauge.numerics.kernels.numba_bits import INFINITY, MAGNITUDE, bits_of, float_of
+from narrowgauge.numerics.kernels.numba_bits import INFINITY, INNER, MAGNITUDE, bits_of, float_of
 from narrowgauge.optim.kernels.numba_memory import load, standalone, store
 from narrowgauge.optim.kernels.numba_moments import (
     INT8_MAX,
@@ -28,7 +28,7 @@ from narrowgauge.optim.kernels.numba_rules import quotient
 i8, i16, i32, f32, u8, u16 = np.int8, np.int16, np.int32, np.float32, np.uint8, np.uint16
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _update(
     param: int, master: int, grad: int, m_codes: int, v_codes: int, at: int, n: int,
     grad_scale: float, m_scale: float, v_scale: float, h: Any, old: int, new: int, m: int, v: int, root: int,
@@ -57,7 +57,7 @@ def _update(
     return most_first, most_second
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def _write(
     old: int, new: int, m: int, root: int, m_scale: float, factor: float, param: int, master: int, m_codes: int,
     v_codes: int, at: int, n: int,
@@ -85,7 +85,7 @@ def _write(
     return farthest
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def step_tile(
     param: int, master: int, grad: int, m_codes: int, m_scales: int, v_codes: int, v_scales: int, at: int, n: int,
     tile: int, grad_scale: float, h: Any, scratch: int, stride: int,

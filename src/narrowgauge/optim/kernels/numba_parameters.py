@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from narrowgauge.numerics.kernels.numba_bits import INFINITY, MAGNITUDE, bits_of, float_of, shift_right, widen
+from narrowgauge.numerics.kernels.numba_bits import INFINITY, INNER, MAGNITUDE, bits_of, float_of, shift_right, widen
 from narrowgauge.optim.kernels.numba_memory import load, standalone, store
 
 i8, i16, i32, f32 = np.int8, np.int16, np.int32, np.float32
@@ -23,7 +23,7 @@ _MAGIC = f32(12582912.0)  # 1.5 * 2^23: added to a small number, it rounds it to
 _STEP = f32(16256.0)  # 127 * 2^7
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def load_float(source: int, at: int, n: int, out: int) -> None:
     """out = float32 values."""
     standalone()
@@ -31,7 +31,7 @@ def load_float(source: int, at: int, n: int, out: int) -> None:
         store(1, f32, out, i, load(0, f32, source, at + i))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def load_bfloat(source: int, at: int, n: int, out: int) -> None:
     """out = bfloat16 values."""
     standalone()
@@ -39,7 +39,7 @@ def load_bfloat(source: int, at: int, n: int, out: int) -> None:
         store(1, f32, out, i, widen(load(0, u16, source, at + i)))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def e4m3(code: int) -> float:
     """The value of an E4M3 code (int16), read as float16 of a 256th."""
     magnitude = i16(code & i16(0x7F))
@@ -48,7 +48,7 @@ def e4m3(code: int) -> float:
     return f32(widen(i16(half | sign)) * f32(256.0))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def load_e4m3(source: int, at: int, n: int, scale: float, out: int) -> None:
     """out = E4M3 values * scale."""
     standalone()
@@ -56,7 +56,7 @@ def load_e4m3(source: int, at: int, n: int, scale: float, out: int) -> None:
         store(1, f32, out, i, f32(e4m3(i16(load(0, u8, source, at + i))) * f32(scale)))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def load_e5m2(source: int, at: int, n: int, scale: float, out: int) -> None:
     """out = E5M2 values * scale, read as the upper half of float16."""
     standalone()
@@ -64,7 +64,7 @@ def load_e5m2(source: int, at: int, n: int, scale: float, out: int) -> None:
         store(1, f32, out, i, f32(widen(i16(i16(load(0, u8, source, at + i)) << i16(8))) * f32(scale)))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _power_of(hi: int) -> int:
     """The bits of the power of two of a bfloat16 value given as float32 bits, of subnormals the smallest normal one.
 
@@ -73,7 +73,7 @@ def _power_of(hi: int) -> int:
     return max(i32(hi & INFINITY), _NORMAL)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def joined(hi: int, r: float) -> float:
     """hi + r / 127 * half_ulp(hi), see `numerics.residual.join`. hi: float32 bits; r: the residual, float32."""
     share = f32(f32(r * _UPPER) + f32(r * _LOWER))
@@ -81,7 +81,7 @@ def joined(hi: int, r: float) -> float:
     return f32(float_of(hi) + f32(share * float_of(power)))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def residual_of(x: float, hi: int) -> int:
     """The residual of x beside its bfloat16 bits `hi`, in the low 8 bits, see `numerics.residual.split`."""
     wide = i32(hi << i32(16))
@@ -91,7 +91,7 @@ def residual_of(x: float, hi: int) -> int:
     return i32(0) if power == INFINITY else bits_of(f32(steps + _MAGIC))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def load_residual(source: int, master: int, at: int, n: int, out: int) -> None:
     """out = `joined` values."""
     standalone()
@@ -100,7 +100,7 @@ def load_residual(source: int, master: int, at: int, n: int, out: int) -> None:
         store(2, f32, out, i, joined(hi, f32(load(1, i8, master, at + i))))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def load_remainder(source: int, master: int, at: int, n: int, out: int) -> None:
     """out = the float32 values that `numerics.residual.split_exactly` parted."""
     standalone()
@@ -109,14 +109,14 @@ def load_remainder(source: int, master: int, at: int, n: int, out: int) -> None:
         store(2, f32, out, i, float_of(i32(upper + i32(load(1, i16, master, at + i)))))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def rounded(bits: int) -> int:
     """Bits of bfloat16 to nearest even, from those of float32."""
     upper = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
     return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else upper
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def store_float(new: int, target: int, at: int, n: int) -> None:
     """target = new, in float32."""
     standalone()
@@ -124,7 +124,7 @@ def store_float(new: int, target: int, at: int, n: int) -> None:
         store(1, f32, target, at + i, load(0, f32, new, i))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def store_bfloat(new: int, target: int, at: int, n: int) -> None:
     """target = new, in bfloat16 to nearest even."""
     standalone()
@@ -132,7 +132,7 @@ def store_bfloat(new: int, target: int, at: int, n: int) -> None:
         store(1, u16, target, at + i, u16(rounded(bits_of(load(0, f32, new, i)))))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def store_stochastic(new: int, words: int, target: int, at: int, n: int) -> None:
     """target = new, in bfloat16, stochastically rounded; see `numba_rows.narrow_row`."""
     standalone()
@@ -146,7 +146,7 @@ def store_stochastic(new: int, words: int, target: int, at: int, n: int) -> None
         store(2, u16, target, at + i, u16(i32(0x7FC0) if magnitude > INFINITY else rounded))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def store_residual(old: int, new: int, target: int, master: int, at: int, n: int) -> None:
     """target, master = `numerics.residual.split` of new; where it equals old, the bits stay."""
     standalone()
@@ -158,7 +158,7 @@ def store_residual(old: int, new: int, target: int, master: int, at: int, n: int
         store(3, i8, master, at + i, load(3, i8, master, at + i) if is_same else i8(residual_of(x, hi)))
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def store_remainder(old: int, new: int, target: int, master: int, at: int, n: int) -> None:
     """target, master = `numerics.residual.split_exactly` of new; where it equals old, the bits stay."""
     standalone()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from narrowgauge.numerics.kernels.numba_bits import INNER
 from narrowgauge.optim.kernels.numba_memory import fused, load, standalone, store
 
 f32 = np.float32
@@ -19,7 +20,7 @@ f32 = np.float32
 LEAST_CORRECTION = f32(2.0**-16)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def join_decay(p: int, g: int, n: int, l2: float) -> None:
     """g = g + l2 * p."""
     standalone()
@@ -41,7 +42,7 @@ def quotient(a: float, b: float, inverse: float) -> float:
     return exact if a < f32(np.inf) else a
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def adam(p: int, g: int, m: int, v: int, root: int, new: int, n: int, h: Any) -> None:
     """Adam and AdamW, after `join_decay`. root: set to the square root of the new v."""
     standalone()
@@ -59,7 +60,7 @@ def adam(p: int, g: int, m: int, v: int, root: int, new: int, n: int, h: Any) ->
         store(5, f32, new, i, f32(f32(load(0, f32, p, i) * decay) - f32(step_size * f32(first / denominator))))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def adam_dividing(p: int, g: int, m: int, v: int, root: int, new: int, n: int, h: Any) -> None:
     """`adam` for bias corrections that `quotient` is not for."""
     standalone()
@@ -76,7 +77,7 @@ def adam_dividing(p: int, g: int, m: int, v: int, root: int, new: int, n: int, h
         store(5, f32, new, i, f32(f32(load(0, f32, p, i) * decay) - f32(step_size * f32(first / denominator))))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def sgd(p: int, g: int, new: int, n: int, h: Any) -> None:
     """SGD without momentum, after `join_decay`."""
     standalone()
@@ -85,7 +86,7 @@ def sgd(p: int, g: int, new: int, n: int, h: Any) -> None:
         store(2, f32, new, i, f32(load(0, f32, p, i) - f32(lr * load(1, f32, g, i))))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def sgd_momentum(p: int, g: int, m: int, new: int, n: int, h: Any) -> None:
     """SGD with momentum, after `join_decay`."""
     standalone()
@@ -98,7 +99,7 @@ def sgd_momentum(p: int, g: int, m: int, new: int, n: int, h: Any) -> None:
         store(3, f32, new, i, f32(load(0, f32, p, i) - f32(lr * update)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def lion(p: int, g: int, m: int, new: int, n: int, h: Any) -> None:
     """Lion."""
     standalone()
@@ -111,7 +112,7 @@ def lion(p: int, g: int, m: int, new: int, n: int, h: Any) -> None:
         store(3, f32, new, i, f32(f32(load(0, f32, p, i) * decay) - step))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def muon(g: int, m: int, new: int, n: int, h: Any) -> None:
     """Muon's momentum; new: the update, which is to be made orthogonal."""
     standalone()
@@ -123,7 +124,7 @@ def muon(g: int, m: int, new: int, n: int, h: Any) -> None:
         store(2, f32, new, i, f32(f32(rest * grad) + f32(momentum * first)) if is_nesterov else first)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**INNER, error_model="numpy")
 def descend(p: int, g: int, new: int, n: int, h: Any) -> None:
     """new = p * decay - lr * g: the rest of Muon's step."""
     standalone()

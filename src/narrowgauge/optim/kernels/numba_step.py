@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from narrowgauge.numerics.kernels import numba_rows
-from narrowgauge.numerics.kernels.numba_bits import borrow, hold
+from narrowgauge.numerics.kernels.numba_bits import INNER, borrow, hold
 from narrowgauge.optim.kernels import numba_moments as moments
 from narrowgauge.optim.kernels import numba_narrow
 from narrowgauge.optim.kernels import numba_parameters as parameters
@@ -40,7 +40,7 @@ _NO_MOMENT, _FLOAT_MOMENT, _BFLOAT_MOMENT, _SIGNED = 0, 1, 2, 3
 _ADAM, _SGD, _LION, _MUON = 0, 1, 2, 3
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _load_param(row: Any, at: int, n: int, out: int) -> None:
     kind = row[_PARAM_KIND]
     if kind == _FLOAT:
@@ -53,7 +53,7 @@ def _load_param(row: Any, at: int, n: int, out: int) -> None:
         parameters.load_remainder(row[_PARAM], row[_MASTER], at, n, out)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _store_param(row: Any, at: int, n: int, old: int, new: int, words: Any, key: int) -> None:
     kind = row[_PARAM_KIND]
     if kind == _FLOAT:
@@ -70,7 +70,7 @@ def _store_param(row: Any, at: int, n: int, old: int, new: int, words: Any, key:
         parameters.store_remainder(old, new, row[_PARAM], row[_MASTER], at, n)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _load_grad(row: Any, at: int, n: int, out: int) -> None:
     kind = row[_GRAD_KIND]
     if kind == _FLOAT:
@@ -83,7 +83,7 @@ def _load_grad(row: Any, at: int, n: int, out: int) -> None:
         parameters.load_e5m2(row[_GRAD], at, n, load(0, f32, row[_GRAD_SCALE], 0), out)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _load_moment(row: Any, column: int, at: int, n: int, tile: int, out: int) -> None:
     kind, codes, scales = row[column], row[column + 1], row[column + 2]
     if kind == _FLOAT_MOMENT:
@@ -96,7 +96,7 @@ def _load_moment(row: Any, column: int, at: int, n: int, tile: int, out: int) ->
         moments.load_unsigned(codes, scales, at, n, tile, row[_WIDTH], out)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _store_moment(row: Any, column: int, at: int, n: int, tile: int, values: int, root: int) -> int:
     kind, codes, scales = row[column], row[column + 1], row[column + 2]
     if kind == _FLOAT_MOMENT:
@@ -110,7 +110,7 @@ def _store_moment(row: Any, column: int, at: int, n: int, tile: int, values: int
     return i32(0)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _update(
     rule: int, has_moment: bool, p: int, g: int, m: int, v: int, root: int, new: int, n: int, h: Any
 ) -> None:  # fmt: skip
@@ -136,7 +136,7 @@ def _update(
         rules.descend(p, g, new, n, h)
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def _is_narrow(rule: int, row: Any, h: Any) -> bool:
     return (
         rule == _ADAM and row[_PARAM_KIND] == _RESIDUAL and row[_GRAD_KIND] == _E4M3 and row[_FIRST] == _SIGNED
@@ -144,7 +144,7 @@ def _is_narrow(rule: int, row: Any, h: Any) -> bool:
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@njit(**INNER)
 def step_tiles(
     rule: int, row: Any, h: Any, first: int, last: int, key: int, words: Any, scratch: int, amax: Any
 ) -> None:
