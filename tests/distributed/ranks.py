@@ -20,6 +20,7 @@ MAX_RANKS = 4
 AFTERMATH_S = 3.0
 PATIENCE_S = 300.0  # a first call may compile kernels, on ranks that share two cores
 _pool: list[tuple[Any, Connection]] = []
+_turn: Any = None  # of the pool's ranks: who may compile
 
 
 class RankError(AssertionError):
@@ -80,21 +81,26 @@ atexit.register(stop)
 def _start(world_size: int) -> None:
     if world_size > MAX_RANKS:
         raise ValueError(f"expected at most {MAX_RANKS} ranks, found {world_size}")
+    global _turn
     context = multiprocessing.get_context("spawn")
+    if not _pool:
+        _turn = context.Lock()  # a new one: a rank of the last pool may have been killed while it held the old one
     while len(_pool) < world_size:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process = context.Process(target=_work, args=(theirs, _turn), daemon=True)
         process.start()
         theirs.close()
         _pool.append((process, ours))
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, turn: Any) -> None:
     import warnings
 
     import torch
     import torch.distributed as dist
+    from compilation import compile_in_turn
 
+    compile_in_turn(turn)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     while True:
