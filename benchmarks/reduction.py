@@ -159,7 +159,7 @@ def cost_figures(repeats: int) -> tuple[dict[str, dict[str, float]], dict[str, l
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.SimpleQueue()
-        arguments = (f"{folder}/store", repeats, results)
+        arguments = (f"{folder}/store", COST_VALUES, repeats, results)
         processes = [context.Process(target=_time_rank, args=(rank, *arguments)) for rank in range(2)]
         for process in processes:
             process.start()
@@ -173,11 +173,11 @@ def cost_figures(repeats: int) -> tuple[dict[str, dict[str, float]], dict[str, l
     return {name: {"measured": ratio, "at_most": 0.8}}, times
 
 
-def _time_rank(rank: int, store: str, repeats: int, results: Any) -> None:
+def _time_rank(rank: int, store: str, length: int, repeats: int, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    values = torch.randn(COST_VALUES, generator=torch.Generator().manual_seed(rank))
-    reduced, half = values.clone(), COST_VALUES // 2
+    values = torch.randn(length, generator=torch.Generator().manual_seed(rank))
+    reduced, half = values.clone(), length // 2
     # into memory that is there already, as gloo's array is
     rows = codec.encode_flat(values, 2, half, WIRE)
     mean = codec.reduce_and_encode(rows, half, WIRE, 2)
@@ -186,7 +186,7 @@ def _time_rank(rank: int, store: str, repeats: int, results: Any) -> None:
         codec.encode_flat(values, 2, half, WIRE, out=rows)
         # this rank's half of both: the bytes of the other rank's half would be as many
         codec.reduce_and_encode(rows, half, WIRE, 2, out=mean)
-        codec.decode_flat(rows, COST_VALUES, half, WIRE, out=reduced)
+        codec.decode_flat(rows, length, half, WIRE, out=reduced)
 
     runs = {"gloo": lambda: dist.all_reduce(reduced), "quantize, sum, dequantize": arithmetic}
     times: dict[str, list[float]] = {name: [] for name in runs}
