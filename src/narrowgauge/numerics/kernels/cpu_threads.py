@@ -16,7 +16,7 @@ import torch
 
 T = TypeVar("T")
 
-# Casts of a value in a range: about 35 us, and to have a second thread run half of that, and wait for it, costs 15 us
+# the least work of a range, in casts of a value: 35 us, where handing a range over and waiting for it costs 15 us
 MIN_CHUNK = 131072
 # ranges of values start at multiples of this, so that no two threads write one cache line
 GRAIN = 256
@@ -44,6 +44,7 @@ class _Range:
         except BaseException as error:
             self._error = error
         finally:
+            del work  # before the caller goes on, who may wish its tensors gone
             self._done.release()
         return True
 
