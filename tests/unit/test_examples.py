@@ -38,6 +38,17 @@ def test_a_hugging_face_model_learns_in_fp8_and_saves_plain_weights(tmp_path, ca
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
+def test_a_trainer_learns_in_8_bits_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    train = runpy.run_path(str(EXAMPLES / "huggingface_trainer.py"))["train"]
+    trainer = train("narrow8", 30, str(tmp_path))
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < 0.7 * losses[0]
+    assert trainer.ledger.per_parameter <= 6.2
+    assert train("narrow8", 32, str(tmp_path), resume=True).state.global_step == 32
+
+
 @pytest.mark.parametrize("recipe", ng.recipe_names())
 def test_one_loop_runs_every_recipe(recipe, capsys):
     example = runpy.run_path(str(EXAMPLES / "every_recipe.py"))

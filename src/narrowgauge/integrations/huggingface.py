@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.data.tokenizer import END_OF_TEXT, Tokenizer
 from narrowgauge.errors import CheckpointError, ConfigError, closest
@@ -56,7 +55,7 @@ def export_llama(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory}: expected a new or empty directory, found something in it: choose another")
-    config, weights = to_llama(model.config, _full_values(model, optimizer))
+    config, weights = to_llama(model.config, full_values(model, optimizer))
     if weight_format == WeightFormat.FP8:
         weights, config["quantization_config"] = to_fp8(weights)
     elif weight_format == WeightFormat.BF16:
@@ -87,15 +86,20 @@ def export_llama(
     return directory
 
 
-def _full_values(model: GPT, optimizer: torch.optim.Optimizer | None) -> Mapping[str, Tensor]:
-    """The state dict in float32 on the CPU, parameters with all digits that the optimizer holds."""
+def full_values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """The state dict on the CPU, parameters with all digits that the optimizer holds; floating values in float32.
+
+    Tied parameters are one tensor.
+    """
     state = {name: _plain(value) for name, value in model.state_dict().items()}
     optimizer = current(optimizer)
-    if isinstance(optimizer, LowPrecisionOptimizer):
-        held = set(optimizer.parameters())
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if p in held:
-                state[name] = optimizer.full_values(p).to("cpu", torch.float32)
+    full = optimizer.full_values if isinstance(optimizer, LowPrecisionOptimizer) else _plain
+    held = set(optimizer.parameters()) if isinstance(optimizer, LowPrecisionOptimizer) else set()
+    found: dict[nn.Parameter, Tensor] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p not in found:
+            found[p] = full(p).to("cpu", torch.float32) if p in held else _plain(p)
+        state[name] = found[p]
     return state
 
 
@@ -103,7 +107,7 @@ def _plain(value: Tensor) -> Tensor:
     value = value.detach()
     if isinstance(value, QuantizedTensor):
         value = value.dequantize()
-    return value.to("cpu", torch.float32)
+    return value.to("cpu", torch.float32) if value.is_floating_point() else value.cpu()
 
 
 def _tokenizer_config(model: GPT) -> dict[str, Any]:

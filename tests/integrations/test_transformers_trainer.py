@@ -1,0 +1,169 @@
+"""transformers' Trainer with a recipe, and the stock one with a prepared model."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import Trainer as StockTrainer
+
+import narrowgauge as ng
+from narrowgauge.errors import CheckpointError, ConfigError, RecipeError
+from narrowgauge.integrations.transformers import Trainer
+from narrowgauge.tensors.quantized import QuantizedTensor
+
+RECIPES = ("fp8_delayed", "narrow8", "fp8_lm_o2", "fp8_lm_o3")
+
+
+class Lines(Dataset[dict[str, Tensor]]):
+    """Sequences of 24 random bytes."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 256, (24,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, num_key_value_heads=2, bos_token_id=None, eos_token_id=None, **shape)
+    )
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    values: dict[str, Any] = {
+        "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 3e-3,
+        "logging_steps": 1, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 1,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **values | changes)
+
+
+def losses(trainer: StockTrainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def state(trainer: StockTrainer) -> dict[str, Tensor]:
+    found = trainer.model.state_dict()
+    return {k: v.dequantize() if isinstance(v, QuantizedTensor) else v.clone() for k, v in found.items()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_resumed_is_the_same_run_and_transformers_loads_what_it_wrote(recipe: str, tmp_path: Path) -> None:
+    whole = Trainer(llama(), arguments(tmp_path), train_dataset=Lines(), recipe=recipe)
+    whole.train()
+    counts = whole.conversion_report.counts()
+    assert counts["converted"] >= 14  # the linear layers of two blocks
+    resumed = Trainer(llama(), arguments(tmp_path), train_dataset=Lines(), recipe=recipe)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole) and len(losses(whole)) == 4
+    for name, value in state(whole).items():
+        assert torch.equal(state(resumed)[name], value), name
+
+    loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4", output_loading_info=True)
+    assert not any(info.values()), info
+    optimizer = whole.optimizer.optimizer
+    for name, p in whole.model.named_parameters():
+        value = loaded.get_parameter(name)
+        assert value.dtype is torch.float32  # as it was before it was prepared
+        full = optimizer.full_values(p) if hasattr(optimizer, "full_values") else p
+        assert torch.equal(value, full.float()), name
+
+
+def test_the_stock_trainer_resumes_a_prepared_model_bit_for_bit(tmp_path: Path) -> None:
+    run = arguments(tmp_path, gradient_accumulation_steps=1)
+
+    def make() -> StockTrainer:
+        model = llama()
+        model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "narrow8")
+        return StockTrainer(model, run, train_dataset=Lines(), optimizers=(optimizer, None))
+
+    whole, resumed = make(), make()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole)
+    for name, value in state(whole).items():
+        assert torch.equal(state(resumed)[name], value), name
+
+
+def test_micro_batches_are_summed_exactly_and_clipped_by_their_codes(tmp_path: Path) -> None:
+    seen: dict[str, list[Any]] = {"within": [], "before the step": [], "norm": []}
+
+    class Look(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            seen["within"].append(type(model.model.layers[0].mlp.up_proj.weight.grad))
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            seen["before the step"].append(type(model.model.layers[0].mlp.up_proj.weight.grad))
+            seen["norm"].append(ng.clip_grad_norm_(model.parameters(), float("inf")).item())
+
+    run = arguments(tmp_path, max_steps=2, max_grad_norm=0.25, save_strategy="no")
+    trainer = Trainer(llama(), run, train_dataset=Lines(), recipe="narrow8", callbacks=[Look()])
+    trainer.train()
+    assert seen["within"] == [Tensor] * 2
+    assert seen["before the step"] == [QuantizedTensor] * 2
+    assert seen["norm"] == pytest.approx([0.25] * 2, rel=1e-4)
+    assert all(row["grad_norm"] > 0.5 for row in trainer.state.log_history if "grad_norm" in row)  # before clipping
+
+
+def test_what_the_casts_did_is_logged_with_the_loss(tmp_path: Path) -> None:
+    run = arguments(tmp_path, save_strategy="no")
+    trainer = Trainer(llama(), run, train_dataset=Lines(), recipe="fp8_current", statistics_every=2)
+    trainer.train()
+    counted = [row["step"] for row in trainer.state.log_history if "flushed/grad_output" in row]
+    assert counted == [2, 4]
+    assert all(0 <= row[key] <= 1 for row in trainer.state.log_history for key in row if key.startswith("flushed/"))
+    row = next(row for row in trainer.state.log_history if "flushed/weight" in row)
+    assert {key for key in row if "/" in key} == {
+        f"{measure}/{role}" for measure in ("saturated", "flushed") for role in ("input", "weight", "grad_output")
+    }
+
+
+def test_an_error_in_a_step_leaves_gradients_that_the_next_run_can_use(tmp_path: Path) -> None:
+    class Fails(Trainer):
+        fails = True
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            if self.fails and self.accelerator.sync_gradients:
+                raise KeyError("labels")
+            return super().compute_loss(*args, **kwargs)
+
+    run = arguments(tmp_path, max_steps=1, save_strategy="no")
+    trainer = Fails(llama(), run, train_dataset=Lines(), recipe="narrow8", statistics_every=1)
+    with pytest.raises(KeyError, match="labels"):
+        trainer.train()
+    trainer.fails = False
+    trainer.model.zero_grad()
+    trainer.train()
+    assert len(losses(trainer)) == 1 and losses(trainer)[0] > 0
+
+
+@pytest.mark.parametrize("changes", [{"bf16": True}, {"recipe": "fp16"}, {"recipe": "narow8"}], ids=str)
+def test_what_does_not_go_together_is_refused_with_a_remedy(changes: dict[str, Any], tmp_path: Path) -> None:
+    recipe = changes.pop("recipe", "narrow8")
+    with pytest.raises((ConfigError, RecipeError), match="recipe='bf16'|take bf16|did you mean 'narrow8'"):
+        Trainer(llama(), arguments(tmp_path, **changes), train_dataset=Lines(), recipe=recipe)
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_named(tmp_path: Path) -> None:
+    StockTrainer(llama(), arguments(tmp_path), train_dataset=Lines()).train()
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=Lines(), recipe="narrow8")
+    with pytest.raises(CheckpointError, match="checkpoint-2: expected a checkpoint of a trainer with a recipe"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_without_transformers_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "narrowgauge.integrations.transformers")
+    with pytest.raises(ConfigError, match=r"pip install 'narrowgauge\[hf\]'"):
+        importlib.import_module("narrowgauge.integrations.transformers")
