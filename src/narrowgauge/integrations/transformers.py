@@ -46,7 +46,7 @@ _SCHEDULER = "scheduler.pt"
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer`, trained by a recipe. Of TRL's trainers: `class Mine(Trainer, trl.SFTTrainer)`.
+    """`transformers.Trainer`, trained by a recipe.
 
     Args:
         recipe: a recipe or its name. It says what `bf16` and `fp16` of the arguments would: those are refused.
