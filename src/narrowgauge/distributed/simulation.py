@@ -50,13 +50,13 @@ def simulated_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def without_values(model: nn.Module, layout: Layout) -> Iterator[None]:
+def without_values(model: nn.Module, layout: Layout | None = None) -> Iterator[None]:
     """Inside, tensors have shapes, dtypes and places but no memory, also those of `model`, which is on the meta device.
 
     Its parameters become such tensors on the layout's device type. A number read from a tensor is 0, a truth is True,
     but for constants and what follows from them, such as counts of steps: gradients are finite, nothing has overflowed.
     What depends on values otherwise, such as which experts tokens visit, cannot run so. Build, part and shard the model
-    before, prepare and train it inside.
+    before, prepare and train it inside. layout None: one process, on the CPU.
     """
     # private, without another name in torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -70,9 +70,10 @@ def without_values(model: nn.Module, layout: Layout) -> Iterator[None]:
                     raise
                 return _number(args[0].dtype)
 
-    _make_groups(model, layout)
+    if layout is not None:
+        _make_groups(model, layout)
     with NoValues(allow_non_fake_inputs=True):
-        model.to_empty(device=layout.mesh.device_type)
+        model.to_empty(device="cpu" if layout is None else layout.mesh.device_type)
         yield
 
 

@@ -73,8 +73,8 @@ class GPT(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         target = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):  # torch's own initialization would only be overwritten, and draw random numbers
-            self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.positions = nn.Embedding(config.context, config.width) if self._is_learned else None
+            self.embedding = _table(config.vocab_size, config.width)
+            self.positions = _table(config.context, config.width) if self._is_learned else None
             self.rope = None if self._is_learned else Rope(config.context, config.head_width, config.rope_theta)
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
             self.norm = make_norm(config)
@@ -196,6 +196,11 @@ class GPT(nn.Module):
             )
 
     generate = generate
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    # nn.Embedding's own initialization loads torch's compiler on the meta device: seconds
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def _normal_(module: nn.Module, std: float, generator: torch.Generator | None) -> None:
