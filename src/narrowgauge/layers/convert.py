@@ -12,7 +12,8 @@ from torch import nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.layers import fused, sharing
 from narrowgauge.layers.embedding import Embedding
-from narrowgauge.layers.kinds import LINEARS, NORMS, Kind, become, class_of, kind_of
+from narrowgauge.layers.foreign import features_of
+from narrowgauge.layers.kinds import NORMS, Kind, become, class_of, converted_class, kind_of, plain_class
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.layers.report import ConversionReport, report
@@ -31,9 +32,10 @@ def convert(model: nn.Module, recipe: str | Recipe) -> ConversionReport:
     """Make the linear layers and norms of `model` run by `recipe`, in place.
 
     Parameters, buffers, hooks, ties and `requires_grad` are not touched; a module that is registered twice is converted
-    once. Only nn.Linear, ops.experts.GroupedLinear and torch's norms themselves are swapped: subclasses,
-    parametrized layers and layers whose weight a hook computes are skipped and reported. Converting again by the same
-    recipe changes nothing; by another one, the layers take it up and forget the scaling state of the first.
+    once. Only nn.Linear, ops.experts.GroupedLinear, transformers' Conv1D and experts of mixtures, and torch's norms
+    themselves are swapped: subclasses, parametrized layers and layers whose weight a hook computes are skipped and
+    reported. Converting again by the same recipe changes nothing; by another one, the layers take it up and forget the
+    scaling state of the first.
 
     Returns what every layer runs in, and why. Raises RecipeError for an unknown recipe, and for one with a schedule.
     """
@@ -101,7 +103,7 @@ def _candidates(model: nn.Module, linears: dict[str, nn.Module]) -> Sequence[Can
     whole: tuple[Candidate, ...] | None = model.__dict__.get(_WHOLE)
     if whole is not None:
         return whole
-    return [Candidate(name, m.in_features, m.out_features) for name, m in linears.items()]  # type: ignore[arg-type]
+    return [Candidate(name, *features_of(m)) for name, m in linears.items()]
 
 
 def _why_none(selections: Sequence[Selection]) -> str:
@@ -122,7 +124,7 @@ def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> 
         _restore(module)  # float32 products of float32 operands: torch's own
         return
     if not isinstance(module, RecipeLayer):
-        become(module, LINEARS[class_of(module)])
+        become(module, converted_class(module))
     assert isinstance(module, RecipeLayer)
     smooth = selection.quantized and any(fnmatchcase(selection.name, glob) for glob in recipe.smooth)
     module.configure(recipe, selection.quantized, selection.reason, smooth)
@@ -133,7 +135,7 @@ def _restore(module: nn.Module) -> None:
         module.forget_recipe()
     elif isinstance(module, RecipeLayer):
         module.forget_recipe()
-        become(module, next(plain for plain, ours in LINEARS.items() if ours is class_of(module)))
+        become(module, plain_class(module))
 
 
 def _share_inputs(parent: nn.Module) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from narrowgauge.layers import norm
+from narrowgauge.layers import foreign, norm
+from narrowgauge.layers.foreign import Foreign
 from narrowgauge.layers.grouped import GroupedLinear
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.recipe_layer import RecipeLayer
@@ -40,7 +41,7 @@ def kind_of(module: nn.Module) -> Kind:
     if skip_reason(module) is not None:
         return Kind.SKIPPED
     own = class_of(module)
-    if own in LINEARS or own in LINEARS.values():
+    if own in LINEARS or own in LINEARS.values() or foreign_mixin(module) is not None:
         return Kind.LINEAR
     if own in NORMS or own in NORMS.values():
         return Kind.NORM
@@ -51,7 +52,9 @@ def skip_reason(module: nn.Module) -> str | None:
     """Why a module that is a linear layer, or one of many experts, cannot be swapped, or None."""
     plain = next((plain for plain in LINEARS if isinstance(module, plain)), None)
     if plain is None:
-        return None
+        if foreign_mixin(module) is not None and parametrize.is_parametrized(module):
+            return "parametrized: remove the parametrization to convert it"
+        return foreign.why_not(module)
     if isinstance(module._parameters.get("weight"), UninitializedParameter):
         return "its size is not known yet: run one forward pass before converting"
     if parametrize.is_parametrized(module):
@@ -65,6 +68,26 @@ def skip_reason(module: nn.Module) -> str | None:
     if own is plain and "weight" not in module._parameters:
         return "its weight is computed by a hook (weight_norm, spectral_norm): remove it to convert the layer"
     return None
+
+
+def foreign_mixin(module: nn.Module) -> type[Foreign] | None:
+    """What makes a linear layer of another library run by a recipe, whether it does already or not; else None."""
+    own = class_of(module)
+    return foreign.mixin_for(own.plain if issubclass(own, Foreign) else own, module)
+
+
+def converted_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a layer of Kind.LINEAR once it is converted."""
+    own, mixin = class_of(module), foreign_mixin(module)
+    return LINEARS[own] if mixin is None else foreign.class_for(own, mixin)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a converted layer had before."""
+    own = class_of(module)
+    if issubclass(own, Foreign):
+        return own.plain
+    return next(plain for plain, ours in LINEARS.items() if ours is own)
 
 
 def class_of(module: nn.Module) -> type[Any]:

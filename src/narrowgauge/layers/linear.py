@@ -47,22 +47,7 @@ class Linear(RecipeLayer, nn.Linear):
     def product(self, x: Tensor, bias: Tensor | None, parting: Parting = WHOLE) -> Tensor:
         """The forward by the recipe, with this bias; parting: what of the operands this process has."""
         _check(self, x)
-        # an empty batch says nothing about any magnitude
-        record = self.training and torch.is_grad_enabled() and x.numel() > 0
-        self.keep_state(record)
-        return linear(
-            x,
-            self.weight,
-            bias,
-            self.casts,
-            delayed=self.delayed_slots(),
-            record=record,
-            training=self.training,
-            out_dtype=output_dtype(x),
-            counter=self.counter,
-            shared=sharing.current() if self.quantized else None,
-            parting=parting,
-        )
+        return product(self, x, bias, parting)
 
     def reset_parameters(self) -> None:
         """Initialise weight and bias anew, and forget the scaling history of the old ones."""
@@ -71,6 +56,32 @@ class Linear(RecipeLayer, nn.Linear):
         else:
             self.parted.reset(self)
             self.reset_delayed()
+
+
+def product(
+    layer: RecipeLayer, x: Tensor, bias: Tensor | None, parting: Parting = WHOLE, transposed: bool = False
+) -> Tensor:
+    """`x` times the weight of a layer by its recipe, with its scaling state and its counts.
+
+    parting: what of the operands this process has. transposed: whether the weight is [in_features, out_features].
+    """
+    # an empty batch says nothing about any magnitude
+    record = layer.training and torch.is_grad_enabled() and x.numel() > 0
+    layer.keep_state(record)
+    return linear(
+        x,
+        layer.weight,
+        bias,
+        layer.casts,
+        delayed=layer.delayed_slots(),
+        record=record,
+        training=layer.training,
+        out_dtype=output_dtype(x),
+        counter=layer.counter,
+        shared=sharing.current() if layer.quantized else None,
+        parting=parting,
+        transposed=transposed,
+    )
 
 
 def _check(layer: Linear, x: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import ConversionError
+from narrowgauge.layers.foreign import weight_names
 from narrowgauge.layers.kinds import Kind, kind_of
 from narrowgauge.numerics.formats import BF16, FP32
 from narrowgauge.recipes.spec import CastSpec, Recipe
@@ -83,8 +84,8 @@ def quantized_by(model: nn.Module, recipe: Recipe) -> Iterator[nn.Parameter]:
     modules = list(model.modules())
     tables = [module for module in modules if isinstance(module, nn.Embedding)]
     seen = {id(table.weight) for table in tables if table.sparse or not recipe.embeddings}
-    for module in modules:
-        weight = module._parameters.get("weight")
+    named = ((module, module._parameters.get(name)) for module in modules for name in weight_names(module))
+    for module, weight in named:
         takes_part = kind_of(module) is Kind.LINEAR or isinstance(module, nn.Embedding)
         if weight is None or not takes_part or id(weight) in seen or weight.dtype not in FLOATING:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.layers.foreign import Experts, weight_names
 from narrowgauge.layers.grouped import GroupedLinear
 from narrowgauge.layers.kinds import NORMS, Kind, class_of, kind_of, skip_reason
 from narrowgauge.layers.recipe_layer import RecipeLayer
@@ -95,7 +96,9 @@ def _row(name: str, module: nn.Module) -> Row | None:
     kind = kind_of(module)
     if isinstance(module, RecipeLayer) and module.recipe is not None:  # whatever was registered on it since
         backend = module.training_casts.describe(_device(module))
-        experts = f"{module.describe_products(_device(module))}; " if isinstance(module, GroupedLinear) else ""
+        experts = (
+            f"{module.describe_products(_device(module))}; " if isinstance(module, (GroupedLinear, Experts)) else ""
+        )
         reason = f"{module.reason}; {experts}{_products(module)}"
         return Row(name, label, CONVERTED if module.quantized else KEPT, backend.name, reason)
     if kind is Kind.SKIPPED:
@@ -113,7 +116,7 @@ def _row(name: str, module: nn.Module) -> Row | None:
 
 def _storage(module: nn.Module) -> list[str]:
     """How a weight is stored, where it is no plain tensor."""
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get(weight_names(module)[0])
     if weight is None or not isinstance(weight.data, QuantizedTensor):
         return []
     return [f"weight stored as {weight.data.spec.short}{'' if weight.requires_grad else ', frozen'}"]

@@ -43,12 +43,13 @@ def linear(
     generator: torch.Generator | None = None,
     training: bool = True,
     parting: Parting = WHOLE,
+    transposed: bool = False,
 ) -> Tensor:
     """x @ weight.T + bias with operands cast by `casts`, in forward and in backward.
 
-    x: [..., K]; weight: [N, K], a plain or a quantized tensor; bias: [N] or None, rounded to `out_dtype` before it is
-    added. Returns [..., N] of `out_dtype`. Gradients have the dtype of x, and the `grad_dtype` of weight and bias; the
-    bias gradient is summed in float32 from the uncast grad_output.
+    x: [..., K]; weight: [N, K], or [K, N] where it is transposed, a plain or a quantized tensor; bias: [N] or None,
+    rounded to `out_dtype` before it is added. Returns [..., N] of `out_dtype`. Gradients have the dtype of x, and the
+    `grad_dtype` of weight and bias; the bias gradient is summed in float32 from the uncast grad_output.
 
     delayed: the slots of the roles ("input", "weight", "grad_output") whose scale is delayed. record: whether the live
     amax slots are raised, here and in backward. counter: told what each cast did, on sampled steps. shared: casts of
@@ -74,6 +75,8 @@ def linear(
     call = _Call(casts, caster, out_dtype, x.dtype, grad_dtype_of(weight), bias_grad_dtype, grad_enabled)
     if parting is not WHOLE:
         call = call._replace(parting=parting, parameters=(weight, bias))
+    if transposed:
+        call = call._replace(transposed=True)
     later = deferred.current()
     if later is not None and grad_enabled and weight.requires_grad and x.requires_grad:
         # autograd does not know the weight, so that it runs no hooks of it in the pass that leaves it out
@@ -104,6 +107,12 @@ class _Call(NamedTuple):
     put_off: Callable[[Callable[[], Tensor]], None] | None = None  # takes the product of the weight gradient
     parting: Parting = WHOLE
     parameters: tuple[Tensor, Tensor | None] | None = None  # weight and bias, where they may be DTensors
+    transposed: bool = False  # the weight is [K, N]
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """The matrix [N, K] that this process has of the weight, outside of autograd."""
+        held = (weight if self.parting is WHOLE else local(weight)).detach()
+        return held.t() if self.transposed else held
 
 
 class _Linear(torch.autograd.Function):
@@ -112,7 +121,7 @@ class _Linear(torch.autograd.Function):
         rows = _rows(x.detach(), "grad_output", call.parting)
         needs_x, needs_weight = (needed and call.grad_enabled for needed in ctx.needs_input_grad[:2])
         needs_weight = needs_weight or call.put_off is not None
-        values, factors = (weight if call.parting is WHOLE else local(weight)).detach(), None
+        values, factors = call.weight(weight), None
         if call.casts.smooth:
             factors = channel_factors(rows, call.parting.over_rows("input"))
             rows, values = rows / factors.to(rows.dtype), plain(values) * factors
@@ -218,7 +227,7 @@ def _gradient(gemm: Gemm, left: Cast, right: Cast, backend: Backend, call: _Call
     if factors is not None:  # powers of two: exact
         grad = grad / factors.to(grad.dtype) if gemm is GRAD_INPUT else grad * factors.to(grad.dtype)
     if gemm is GRAD_INPUT or call.parameters is None:
-        return grad
+        return grad.t() if call.transposed and gemm is GRAD_WEIGHT else grad
     return as_part_of(call.parameters[0], grad)
 
 
@@ -230,8 +239,7 @@ def _restored(ctx: Any, gemm: Gemm, saved_tensors: tuple[Any, ...], factors: Ten
         cast = restore(saved, saved_tensors)
         exchange = call.parting.for_role(gemm.right)
         return cast if exchange is None else gather_rows(cast, exchange)
-    weight = saved_tensors[saved.at]
-    weight = (weight if call.parting is WHOLE else local(weight)).detach()
+    weight = call.weight(saved_tensors[saved.at])
     how = call.casts.operand(gemm, gemm.right)
     weight = weight if factors is None else plain(weight) * factors
     return call.caster.cast(gemm.right, weight, how, keep_codes=True, carrier=None, counted=False)
