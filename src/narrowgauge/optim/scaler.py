@@ -94,7 +94,7 @@ class LossScaler(torch.amp.GradScaler):
                 "gradient release steps each parameter inside backward, by gradients of the scaled loss: train in "
                 "bfloat16, which needs no loss scaling, or do without release_gradients"
             )
-        if args or kwargs.get("closure") is not None:
+        if any(each is not None for each in (*args, kwargs.get("closure"))):  # accelerate passes closure=None
             raise NarrowgaugeError("LossScaler.step takes no closure: call backward yourself, then step(optimizer)")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:

@@ -199,3 +199,11 @@ def test_bad_options_are_refused(options: dict[str, float]) -> None:
         ng.LossScaler("fp16", **options)
     with pytest.raises(ng.RecipeError, match="fp16"):
         ng.LossScaler("fp61")
+
+
+def test_a_closure_that_is_none_is_no_closure() -> None:
+    scaler = ng.LossScaler("fp16")
+    w, optimizer = weight_and_sgd([1.0])
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer, None)  # as accelerate calls it
+    assert w.item() == 0.0
