@@ -28,6 +28,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny tensors are not worth a second thread, which costs milliseconds an operation on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def seeded() -> Iterator[None]:
+    """Torch's random numbers from seed 0, the caller's state left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
 def largest_file() -> Callable[[int], AbstractContextManager[None]]:
     """`with largest_file(limit_bytes):` lets the operating system refuse longer files, as a full disk would."""
 
