@@ -333,3 +333,42 @@ def test_single_values_are_clipped_where_gradients_are_wide() -> None:
         accelerator.clip_grad_value_(model.parameters(), 1e-3)
         assert before.abs().max() > 1e-3
         assert torch.equal(model[1].weight.grad, before.clamp(-1e-3, 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("section", "recipe", "converted"),
+    [
+        (
+            {"backend": "TE", "amax_compute_algo": "max", "amax_history_len": 4, "fp8_format": "HYBRID", "margin": 1},
+            ng.DelayedScaling(amax_history_len=4, margin=1).replace(evaluation="compute"),
+            3,
+        ),
+        ({"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}, None, 1),
+        ({"backend": "MSAMP", "opt_level": "O2"}, ng.recipe("fp8_lm_o2"), 3),
+    ],
+)
+def test_a_file_of_accelerate_config_with_fp8_says_the_recipe(
+    section: dict[str, Any], recipe: ng.Recipe | None, converted: int, tmp_path: Path
+) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    file = tmp_path / "default_config.yaml"
+    ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="NO", mixed_precision="fp8", use_cpu=True, debug=False,
+        fp8_config=section, num_processes=1,
+    ).to_yaml_file(str(file))  # fmt: skip
+    read = ng.recipes.from_accelerate(file)
+    assert recipe is None or read == recipe
+    accelerator = Accelerator(cpu=True, recipe=read)
+    plain, _ = make()
+    plain.insert(4, nn.Linear(96, 96))
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    linear = [row.status for row in ng.report(model) if row.module == "Linear"]
+    assert linear.count("converted") == converted  # with torchao accelerate keeps the first and the last
+    losses = []
+    for _ in range(4):
+        accelerator.backward(loss := loss_of(model, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
