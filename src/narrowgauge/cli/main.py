@@ -31,9 +31,14 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "train", "train a language model; with no option: a small GPT in FP8"),
+    "sft": Command("finetune", "sft", "fine-tune a Hugging Face model on examples"),
+    "dpo": Command("finetune", "dpo", "fine-tune one on preferences"),
+    "grpo": Command("finetune", "grpo", "fine-tune one on rewards, by groups of answers"),
+    "ppo": Command("finetune", "ppo", "fine-tune one on rewards, by PPO"),
+    "reward": Command("finetune", "reward", "train a reward model on preferences"),
     "resume": Command("train", "resume", "continue a run exactly where its last checkpoint stands"),
-    "eval": Command("runs", "evaluate", "loss, perplexity and bits per byte of a run"),
-    "generate": Command("runs", "generate", "continue a prompt with a run's model"),
+    "eval": Command("runs", "evaluate", "loss and perplexity of a run, or of a Hugging Face model"),
+    "generate": Command("runs", "generate", "continue a prompt, or answer a file of questions"),
     "export": Command("runs", "export", "write a run's model as a Hugging Face directory"),
     "chart": Command("chart", "chart", "the precision chart of recipes"),
     "doctor": Command("doctor", "doctor", "what this machine does natively, what it emulates, and why"),
@@ -127,6 +132,7 @@ options:
 examples:
   narrowgauge train
   narrowgauge train --recipe bf16 --steps 200
+  narrowgauge sft --model my-model --data chats.jsonl --steps 200
   narrowgauge generate runs/NAME --prompt "def main("
   narrowgauge chart --markdown
 

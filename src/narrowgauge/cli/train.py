@@ -43,6 +43,13 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_json_option()
     arguments = parser.parse(argv)
 
+    from narrowgauge.integrations.finetune_run import FinetuneRun
+
+    if FinetuneRun.is_at(arguments.run):
+        from narrowgauge.cli.finetune import resume_run
+
+        return resume_run(arguments.run, arguments.checkpoint, arguments.json)
+
     from narrowgauge.cli.processes import process_group
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status

@@ -1,0 +1,228 @@
+"""Fine-tuning runs: data in JSON Lines, a Hugging Face model, a recipe, and the trainers of `integrations.trl`.
+
+`run` and `resume` print nothing: they emit the events of `finetune_events` and `train.events`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import narrowgauge
+from narrowgauge.data.conversations import Records, check_records
+from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.integrations.finetune_config import FinetuneConfig
+from narrowgauge.integrations.finetune_events import Ended, Noted
+from narrowgauge.integrations.finetune_export import export_directory
+from narrowgauge.integrations.finetune_models import (
+    Loaded,
+    check_chat_template,
+    check_end_token,
+    length_for,
+    load,
+)
+from narrowgauge.integrations.finetune_rewards import reward_function
+from narrowgauge.integrations.finetune_run import FinetuneRun
+from narrowgauge.integrations.finetune_trainers import make_trainer
+from narrowgauge.integrations.finetune_watch import Watch
+from narrowgauge.observe import journal
+from narrowgauge.train.events import OnEvent, Preparing, Status, ignore
+
+try:
+    import transformers
+    import trl
+    from datasets import Dataset
+except ImportError as error:
+    raise ConfigError(f"{error.name} is not installed: pip install 'narrowgauge[hf]'") from error
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: at which step, in which folder, and where the trained model lies, if it came to that."""
+
+    status: Status
+    step: int
+    run_dir: Path
+    model: Path | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: checked files, as tables of datasets."""
+
+    train: Dataset
+    evaluation: Dataset | None
+    records: Records
+
+
+def run(config: FinetuneConfig, on_event: OnEvent = ignore) -> Outcome:
+    """Fine-tune as `config` says, in a new folder. On SIGINT the step in hand is finished and saved.
+
+    Raises ConfigError, RecipeError, DataError; DivergenceError where the loss stays infinite or NaN.
+    """
+    config.check()
+    if config.output is None:
+        config = dataclasses.replace(config, output=_default_output(config))
+    folder = FinetuneRun.begin(config)
+    try:
+        return _train(config, folder, on_event, None)
+    except BaseException:
+        folder.discard_unused()
+        raise
+    finally:
+        folder.unlock()
+
+
+def resume(path: Path | str, on_event: OnEvent = ignore, checkpoint: str | None = None) -> Outcome:
+    """Go on where a run's newest checkpoint stands, or another one, by its name. Raises as `run` does."""
+    folder = FinetuneRun(FinetuneRun.open(path).path)
+    config = dataclasses.replace(folder.settings(), output=str(path))
+    folder.lock()
+    try:
+        start = folder.weights(checkpoint) if folder.steps() or checkpoint else None
+        return _train(config, folder, on_event, start)
+    finally:
+        folder.unlock()
+
+
+def _train(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEvent, start: Path | None) -> Outcome:
+    with warnings.catch_warnings():
+        # what transformers and TRL deprecate in each other is theirs to mend
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+        warnings.filterwarnings("ignore", category=FutureWarning, message=r".*gradient_checkpointing` is deprecated")
+        return _train_quietly(config, folder, on_event, start)
+
+
+def _train_quietly(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEvent, start: Path | None) -> Outcome:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+
+    def say(message: str) -> None:
+        on_event(Noted(step=0, message=message))
+
+    on_event(Preparing(step=0, what=f"reading {config.data}"))
+    inputs = read_inputs(config, say)
+    rewards = [reward_function(path) for path in getattr(config, "reward", ())]
+    on_event(Preparing(step=0, what=f"loading {config.model}"))
+    transformers.set_seed(config.seed)  # before the model: a reward model's head is new
+    loaded = load(
+        config.model,
+        gguf_file=config.gguf_file,
+        chat_template=config.chat_template,
+        is_reward=config.task == "reward",
+        say=say,
+    )
+    _check_together(config, inputs, loaded)
+    with _journal(config, folder, start) as (rows, earlier):
+        watch = Watch(config, folder.path, rows, on_event)
+        if start is not None:
+            watch.continue_from(start, earlier)
+        if config.task == "ppo":
+            raise NotImplementedError
+        trainer = make_trainer(config, loaded, inputs.train, inputs.evaluation, folder.checkpoints, rewards, watch)
+        _say_what_is_left(inputs, trainer, say)
+        return _fit(config, folder, trainer, loaded, watch)
+
+
+def _fit(config: FinetuneConfig, folder: FinetuneRun, trainer: Any, loaded: Loaded, watch: Watch) -> Outcome:
+    start, began_s = watch.resumed_from, time.monotonic()
+    with watch.interruption:
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        step, steps = trainer.state.global_step, trainer.state.max_steps
+        is_done = step >= steps
+        if is_done and trainer.eval_dataset is not None and not (config.eval_every and step % config.eval_every == 0):
+            trainer.evaluate()
+    model = None
+    if is_done:
+        is_reward = config.task == "reward"
+        model = export_directory(folder.weights(), folder.model, "bf16", is_reward=is_reward, replace=True)
+    status = Status.FINISHED if is_done else Status.INTERRUPTED
+    watch.on_event(
+        Ended(
+            step=step,
+            status=status,
+            run_dir=folder.path,
+            steps=steps,
+            seconds=time.monotonic() - began_s,
+            figures=watch.figures,
+            held_out=watch.held_out,
+            ledger=trainer.ledger,
+            model=model,
+        )
+    )
+    return Outcome(status, step, folder.path, model)
+
+
+def read_inputs(config: FinetuneConfig, say: Callable[[str], None]) -> Inputs:
+    """Check and read the files of a configuration. Raises DataError."""
+    records = check_records(config.data, config.formats)
+    if records.ignored:
+        say(f"{config.data}: not used: {', '.join(records.ignored)}")
+    if config.eval_data is None:
+        return Inputs(table(records), None, records)
+    held_out = check_records(config.eval_data, config.formats)
+    if (held_out.format, held_out.conversational) != (records.format, records.conversational):
+        raise DataError(f"{config.eval_data}: expected lines in the format of {config.data}, found another one")
+    return Inputs(table(records), table(held_out), records)
+
+
+def table(records: Records) -> Dataset:
+    """The records as a table. Raises DataError where a column has no one type."""
+    try:
+        return Dataset.from_list(list(records.rows()))
+    except (TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors, too
+        raise DataError(f"{records.path}: expected columns of one type each, found: {error}") from error
+
+
+def _check_together(config: FinetuneConfig, inputs: Inputs, loaded: Loaded) -> None:
+    if inputs.records.conversational:
+        check_chat_template(loaded.tokenizer, config.model)
+    if not inputs.records.conversational or config.task in ("grpo", "ppo"):
+        check_end_token(loaded.tokenizer, config.model)
+    length_for(loaded.model, config.max_length)
+
+
+def _say_what_is_left(inputs: Inputs, trainer: Any, say: Callable[[str], None]) -> None:
+    """A prompt that fills max_length leaves nothing to learn: the trainer drops such examples."""
+    if getattr(trainer.args, "packing", False):
+        return
+    dropped = len(inputs.train) - len(trainer.train_dataset)
+    if dropped:
+        say(f"{dropped} of {len(inputs.train)} examples are left out: nothing to learn within max_length")
+
+
+@contextmanager
+def _journal(
+    config: FinetuneConfig, folder: FinetuneRun, start: Path | None
+) -> Iterator[tuple[journal.Journal, list[journal.Row]]]:
+    """The journal to write to, and the rows that it has already."""
+    earlier: list[journal.Row] = []
+    if start is None:
+        versions = {name.__name__: name.__version__ for name in (narrowgauge, torch, transformers, trl)}
+        rows = journal.Journal.create(
+            folder.journal, {"task": config.task, "recipe": config.recipe, "versions": versions}
+        )
+    else:
+        step = int(start.name.rpartition("-")[2])
+        earlier = journal.cut(folder.journal, step).rows
+        rows = journal.Journal(folder.journal)
+        rows.write("resumed", step=step, checkpoint=start.name)
+    try:
+        yield rows, earlier
+        rows.sync()
+    finally:
+        rows.close()
+
+
+def _default_output(config: FinetuneConfig) -> str:
+    name = Path(config.model).name or "model"
+    return str(Path("runs") / f"{config.task}-{name}-{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}")

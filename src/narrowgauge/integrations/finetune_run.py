@@ -1,0 +1,96 @@
+"""The folder of a fine-tuning run: `config.yaml`, `journal.jsonl`, `checkpoints/checkpoint-100/`, `model/` at its end.
+
+The checkpoints are the trainer's own; `model/` is a Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.integrations.finetune_config import FinetuneConfig, from_yaml, task_of
+from narrowgauge.train.folder import os_errors, write_file
+from narrowgauge.train.run_folder import RunFolder
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_LAST_WRITTEN = "trainer_state.json"  # of a checkpoint's files: without it, writing was cut short
+
+
+class FinetuneRun(RunFolder):
+    """Paths of one run, and its checkpoints. `lock` before writing."""
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @classmethod
+    def begin(cls, config: FinetuneConfig) -> FinetuneRun:
+        """Make the folder of a new run and write its configuration, locked.
+
+        Raises ConfigError where the folder is taken or cannot be written.
+        """
+        folder = cls(config.path)
+        try:
+            with os_errors():
+                folder.path.mkdir(parents=True, exist_ok=True)
+                folder.lock()
+                if folder.config.exists():
+                    quoted = shlex.quote(str(folder.path))
+                    raise ConfigError(
+                        f"output={config.output}: expected a new run, found one there: choose another folder, or "
+                        f"continue it with `narrowgauge resume {quoted}`"
+                    )
+                folder.checkpoints.mkdir(exist_ok=True)
+                write_file(folder.config, config.to_yaml())
+        except OSError as error:
+            folder.unlock()
+            raise ConfigError(
+                f"{folder.path}: expected a folder that can be written, found: {error.strerror}: choose another output"
+            ) from error
+        except BaseException:
+            folder.unlock()
+            raise
+        return folder
+
+    @classmethod
+    def is_at(cls, path: Path | str) -> bool:
+        """True where `path` is the folder of a fine-tuning run, and not of another one or no run at all."""
+        config = Path(path) / "config.yaml"
+        try:
+            return config.is_file() and task_of(config.read_text(encoding="utf-8")) is not None
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def settings(self) -> FinetuneConfig:
+        """The run's configuration, checked. Raises ConfigError."""
+        try:
+            config = from_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.config}: expected a readable file, found: {error}: restore it") from None
+        config.check()
+        return config
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints that were written to their end, in rising order."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = ((_CHECKPOINT.fullmatch(entry.name), entry) for entry in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match, entry in found if match and (entry / _LAST_WRITTEN).is_file())
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.checkpoints / f"checkpoint-{step}"
+
+    def weights(self, wanted: str | None = None) -> Path:
+        """The Hugging Face directory of a checkpoint, by default the newest. Raises CheckpointError."""
+        steps = self.steps()
+        names = [self.checkpoint(step).name for step in steps]
+        if not names:
+            raise CheckpointError(f"{self.path}: expected a checkpoint, found none yet: wait for it, or resume the run")
+        if wanted in (None, "last-good"):
+            return self.checkpoint(steps[-1])
+        if wanted not in names:
+            raise CheckpointError(f"{self.path}: expected a checkpoint '{wanted}', found {', '.join(names)}")
+        return self.checkpoints / str(wanted)

@@ -1,0 +1,199 @@
+"""The fine-tuning commands from the command line to the exported model, on a tiny Llama."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+
+from narrowgauge.cli.main import main
+from narrowgauge.integrations.finetune_run import FinetuneRun
+from narrowgauge.observe import journal
+from tiny_chat import sums, turn, write_lines, write_model
+
+CHATS = [{"messages": [turn("user", q), turn("assistant", a)]} for q, a in sums(24)]
+PAIRS = [
+    {"prompt": [turn("user", q)], "chosen": [turn("assistant", a)], "rejected": [turn("assistant", f"{a}0")]}
+    for q, a in sums(24)
+]
+PROMPTS = [{"prompt": [turn("user", q)], "answer": a} for q, a in sums(24)]
+REWARDS = """
+def digits(completions, answer, **columns):
+    assert len(completions) == len(answer)
+    return [sum(c.isdigit() for c in said[0]["content"]) for said in completions]
+def nan(completions, **columns):
+    return [float("nan")] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat model."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with data and rewards in it."""
+    monkeypatch.chdir(tmp_path)
+    for name, records in (("chats", CHATS), ("pairs", PAIRS), ("prompts", PROMPTS)):
+        write_lines(tmp_path / f"{name}.jsonl", records)
+    write_lines(tmp_path / "held_out.jsonl", CHATS[:4])
+    (tmp_path / "tiny_rewards.py").write_text(REWARDS)
+    return tmp_path
+
+
+def words(task: str, model: Path, data: str, run: str, *more: str) -> list[str]:
+    shared = ["--steps", "4", "--batch-size", "4", "--save-every", "2", "--learning-rate", "1e-3", "--max-length", "64"]
+    return [task, "--model", str(model), "--data", data, "--output", run, *shared, *more]
+
+
+def rows(run: str, kind: str) -> list[dict[str, Any]]:
+    return journal.read(Path(run) / "journal.jsonl").of_kind(kind)
+
+
+def same_steps(one: str, other: str) -> bool:
+    measured = ("seconds",)
+    kept = [[{k: v for k, v in row.items() if k not in measured} for row in rows(run, "step")] for run in (one, other)]
+    return kept[0] == kept[1]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(directory).state_dict()
+
+
+def test_sft_from_messages_to_a_model_that_transformers_loads(files: Path, model: Path, capsys) -> None:
+    more = ("--eval-data", "held_out.jsonl", "--eval-every", "2", "--statistics-every", "2", "--loss-on", "completion")
+    assert main([*words("sft", model, "chats.jsonl", "runs/a", *more), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["status"], figures["step"], figures["run"]) == ("finished", 4, "runs/a")
+    assert figures["bytes_per_parameter"]["param"] == pytest.approx(2.0)  # narrow8 keeps bfloat16 and an 8-bit residual
+    assert figures["bytes_per_parameter"]["master"] == pytest.approx(1.0)
+    steps = rows("runs/a", "step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+    assert "saturated/weight" in steps[1] and "saturated/weight" not in steps[0]
+    evaluations = rows("runs/a", "evaluation")
+    assert [row["step"] for row in evaluations] == [2, 4]
+    assert figures["held_out"]["loss"] == evaluations[-1]["loss"]
+    trained, source = weights(Path("runs/a/model")), weights(model)
+    assert trained.keys() == source.keys()
+    assert {value.dtype for value in trained.values()} == {torch.bfloat16}
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert 1e-3 < float((trained[name].float() - source[name]).abs().max()) < 1e-2  # AdamW: a learning rate a step
+    tokenizer = AutoTokenizer.from_pretrained("runs/a/model")
+    assert tokenizer.chat_template and tokenizer.pad_token == "<|pad|>"
+
+
+@pytest.mark.parametrize(
+    "record", [{"text": "1 + 1 = 2"}, {"prompt": "1 + 1 =", "completion": " 2"}], ids=["text", "pair"]
+)
+def test_sft_of_plain_text(record: dict[str, str], files: Path, model: Path) -> None:
+    write_lines(files / "plain.jsonl", [record] * 16)
+    packing = ["--packing"] if "text" in record else []
+    assert main([*words("sft", model, "plain.jsonl", "runs/a", "--recipe", "fp8_current"), *packing]) == 0
+    steps = rows("runs/a", "step")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_never_had(files: Path, model: Path, monkeypatch, capsys) -> None:
+    assert main(words("sft", model, "chats.jsonl", "runs/whole")) == 0
+    stop_after(3, monkeypatch)
+    assert main(words("sft", model, "chats.jsonl", "runs/a")) == 130
+    assert "narrowgauge resume runs/a" in capsys.readouterr().out
+    assert FinetuneRun(Path("runs/a")).steps() == [2, 3] and not Path("runs/a/model").exists()
+    assert main(["resume", "runs/a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "finished"
+    assert same_steps("runs/whole", "runs/a")
+    one, other = (weights(Path(f"runs/{name}/checkpoints/checkpoint-4")) for name in ("whole", "a"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while that step is at work, once."""
+    from narrowgauge.integrations.finetune_watch import Watch
+
+    sent: list[int] = []
+
+    def press(self: TrainerCallback, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step + 1 == step and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Watch, "on_step_begin", press)
+
+
+def test_a_checkpoint_cut_short_is_passed_over(files: Path, model: Path, monkeypatch) -> None:
+    stop_after(3, monkeypatch)
+    assert main(words("sft", model, "chats.jsonl", "runs/a")) == 130
+    (Path("runs/a/checkpoints/checkpoint-3") / "trainer_state.json").unlink()
+    assert main(["sft", "--output", "runs/a", "--resume"]) == 0
+    assert [row["step"] for row in rows("runs/a", "step")] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows("runs/a", "resumed")] == [2]
+
+
+def test_dpo_begins_at_the_reference_and_widens_the_margin(files: Path, model: Path) -> None:
+    assert main(words("dpo", model, "pairs.jsonl", "runs/a")) == 0
+    steps = rows("runs/a", "step")
+    assert steps[0]["loss"] == pytest.approx(0.6931472, abs=1e-6)  # log 2: policy and reference are the same in bits
+    assert steps[0]["rewards/margins"] == 0.0
+    assert steps[-1]["rewards/margins"] > 0.001
+    assert weights(Path("runs/a/model")).keys() == weights(model).keys()
+
+
+def test_a_reward_model_tells_chosen_from_rejected_and_loads_in_transformers(files: Path, model: Path) -> None:
+    assert main(words("reward", model, "pairs.jsonl", "runs/a", "--eval-data", "pairs.jsonl")) == 0
+    assert rows("runs/a", "evaluation")[-1]["accuracy"] > 0.7
+    loaded, info = AutoModelForSequenceClassification.from_pretrained("runs/a/model", output_loading_info=True)
+    assert loaded.config.num_labels == 1 and not any(info.values()), info
+
+
+def grpo(model: Path, run: str, reward: str, *more: str) -> list[str]:
+    shared = ["--reward", reward, "--generations", "4", "--max-completion", "8"]
+    return words("grpo", model, "prompts.jsonl", run, *shared, *more)
+
+
+@pytest.mark.slow
+def test_grpo_with_a_function_of_the_working_directory(files: Path, model: Path) -> None:
+    assert main(grpo(model, "runs/a", "tiny_rewards:digits")) == 0
+    steps = rows("runs/a", "step")
+    assert all(0 <= row["reward"] <= 8 for row in steps) and any(row["reward"] > 0 for row in steps)
+    assert any(row["grad_norm"] > 0 for row in steps)
+
+
+def test_a_reward_of_nan_ends_the_run_and_is_named(files: Path, model: Path, capsys) -> None:
+    assert main(grpo(model, "runs/a", "tiny_rewards:nan")) == 1
+    assert "reward 'tiny_rewards:nan': expected finite numbers, found nan" in capsys.readouterr().err
+
+
+Change = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "code", "said"),
+    [
+        (lambda d: (d / "chats.jsonl").write_text('{"messages": []}\n{"text": 1\n'), (), 1, "2 problems"),
+        (lambda d: (d / "chats.jsonl").unlink(), (), 1, "chats.jsonl: expected a file"),
+        (lambda d: write_lines(d / "a.jsonl", [{"text": "a"}]), ("--eval-data", "a.jsonl"), 1, "in the format of"),
+        (lambda d: None, ("--max-length", "500"), 2, "at most the model's context, 128"),
+        (lambda d: None, ("--max-length", "4", "--loss-on", "completion"), 1, "none of 24 examples"),
+        (lambda d: None, ("--model", "./nowhere"), 2, "expected a directory, found none"),
+        (lambda d: write_model(d / "plain", chat_template=None), ("--model", "plain"), 2, "--chat-template FILE.jinja"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_and_leaves_no_run(
+    change: Change, more, code, said, files: Path, model: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    change(files)
+    assert main([*words("sft", model, "chats.jsonl", "runs/a"), *more]) == code
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown
+    assert not Path("runs/a").exists()

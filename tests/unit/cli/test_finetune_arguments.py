@@ -1,0 +1,126 @@
+"""The fine-tuning commands' options, and what is wrong with them: told before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from narrowgauge.cli.finetune import _ABOUT
+from narrowgauge.cli.main import main
+from narrowgauge.integrations.finetune_config import TASKS, SFTConfig, from_yaml, task_of
+from narrowgauge.integrations.finetune_run import FinetuneRun
+
+HERE = ["--model", "m", "--data", "d.jsonl"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_help_has_every_field_under_its_group(task, capsys):
+    assert main([task, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{group}:" in shown for group in ("model", "data", "training", "run", "examples"))
+    for each in dataclasses.fields(TASKS[task]):
+        assert f"--{each.name.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_examples_are_commands_that_parse(task, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    parsed = []
+    monkeypatch.setattr("narrowgauge.cli.finetune.prepare_libraries", lambda: None)
+    monkeypatch.setattr("narrowgauge.cli.finetune._report", lambda config, *rest: parsed.append(config) or 0)
+    for example in _ABOUT[task][1]:
+        assert main([task, *example.split()]) == 0
+    assert [config.task for config in parsed] == [task] * len(_ABOUT[task][1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sft", "--data", "d"], "--model is required"),
+        (["sft", "--model", "m"], "--data is required"),
+        (["sft", *HERE, "--step", "3"], "unknown option '--step'; did you mean '--steps'?"),
+        (["sft", *HERE, "--recipe", "narow8"], "did you mean 'narrow8'?"),
+        (["sft", *HERE, "--recipe-fields", "{tf33: true}"], "tf33"),
+        (["sft", *HERE, "--recipe-fields", "tf32"], "expected keys and values"),
+        (["sft", *HERE, "--loss-on", "answers"], "invalid choice: 'answers'"),
+        (["sft", *HERE, "--steps", "-1"], "steps=-1: expected 0 or more"),
+        (["sft", *HERE, "--batch-size", "0"], "batch_size=0: expected 1 or more"),
+        (["sft", *HERE, "--learning-rate", "0"], "learning_rate=0.0: expected more than 0"),
+        (["sft", *HERE, "--learning-rate", "nan"], "learning_rate=nan: expected a finite number"),
+        (["sft", *HERE, "--eval-every", "3"], "eval_every=3 without eval_data"),
+        (["sft", *HERE, "--resume"], "--resume: expected --output RUN"),
+        (["sft", *HERE, "--resume", "--output", "nowhere"], "nowhere: expected a run folder"),
+        (["sft", *HERE, "--config", "nowhere.yaml"], "nowhere.yaml: expected a YAML file"),
+        (["dpo", *HERE, "--label-smoothing", "0.5"], "label_smoothing=0.5: expected less than 0.5"),
+        (["grpo", *HERE], "reward: expected at least one function"),
+        (["grpo", *HERE, "--reward", "a:b", "--generations", "3"], "expected a multiple of generations=3"),
+        (["ppo", *HERE], "expected either reward or reward_model, found neither"),
+        (["ppo", *HERE, "--reward", "a:b", "--reward-model", "c"], "found both"),
+    ],
+)
+def test_a_wrong_option_exits_with_2_and_says_what_to_do(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.startswith("error: ") and shown.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_go_before_a_file(tmp_path, monkeypatch):
+    parsed = []
+    monkeypatch.setattr("narrowgauge.cli.finetune.prepare_libraries", lambda: None)
+    monkeypatch.setattr("narrowgauge.cli.finetune._report", lambda config, *rest: parsed.append(config) or 0)
+    saved = SFTConfig(model="a", data="b", steps=7, packing=True, recipe="bf16", recipe_fields={"tf32": True})
+    path = tmp_path / "config.yaml"
+    path.write_text(saved.to_yaml())
+    assert main(["sft", "--config", str(path), "--steps", "9", "--no-packing"]) == 0
+    assert parsed == [SFTConfig(model="a", data="b", steps=9, recipe="bf16", recipe_fields={"tf32": True})]
+
+
+def test_a_file_of_another_task_or_with_an_unknown_key_is_refused(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("task: dpo\nmodel: a\ndata: b\n")
+    assert main(["sft", "--config", str(path)]) == 2
+    assert "expected a configuration for sft, found one for dpo" in capsys.readouterr().err
+    path.write_text("model: a\ndata: b\nbatchsize: 3\n")
+    assert main(["sft", "--config", str(path)]) == 2
+    assert "unknown configuration key 'batchsize'; did you mean 'batch_size'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_configuration_reads_back_from_yaml(task):
+    config = TASKS[task](model="a", data="b", seed=3)
+    text = config.to_yaml()
+    assert task_of(text) == task and list(yaml.safe_load(text))[0] == "task"
+    assert from_yaml(text, "config.yaml") == config
+
+
+def test_resuming_takes_the_runs_own_options(tmp_path, capsys):
+    config = SFTConfig(model="a", data="b", output=str(tmp_path / "run"), steps=7)
+    FinetuneRun.begin(config).unlock()
+    assert main(["sft", "--resume", "--output", config.output, "--steps", "9"]) == 2
+    assert "steps=9: expected 7, with which the run began" in capsys.readouterr().err
+    assert main(["dpo", "--resume", "--output", config.output]) == 2
+    assert "expected a run of dpo, found one of sft" in capsys.readouterr().err
+    assert main(["sft", *HERE, "--output", config.output]) == 2
+    assert "expected a new run, found one there" in capsys.readouterr().err
+
+
+def test_without_the_libraries_the_extra_is_named(tmp_path: Path, capsys, monkeypatch):
+    from importlib.metadata import PackageNotFoundError, version
+
+    def missing(name: str) -> str:
+        if name == "trl":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("narrowgauge.integrations.requirements.version", missing)
+    assert main(["sft", *HERE, "--output", str(tmp_path / "run")]) == 2
+    assert "trl is not installed: pip install 'narrowgauge[hf]'" in capsys.readouterr().err
+    monkeypatch.setattr("narrowgauge.integrations.requirements.version", lambda name: "0.9.1")
+    assert main(["sft", *HERE]) == 2
+    assert "expected transformers 5.0 or newer, found 0.9.1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
