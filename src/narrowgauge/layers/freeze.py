@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -12,10 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import ConversionError
 from narrowgauge.layers.convert import convert, device_of
+from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.parameters import quantized_by, replace
 from narrowgauge.numerics.formats import E4M3FN
 from narrowgauge.numerics.rounding import NEAREST_EVEN
 from narrowgauge.numerics.scaling import CURRENT
+from narrowgauge.ops.matmul import OUTPUT
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
@@ -23,7 +26,7 @@ from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def freeze(model: Model, recipe: str | Recipe) -> Model:
+def freeze(model: Model, recipe: str | Recipe, *, exact: bool = False) -> Model:
     """Freeze `model` in place, its weights stored in FP8: one byte a value and the scales. Returns it.
 
     - Weights of linear layers, and of embeddings where `recipe.embeddings` says so, become QuantizedTensors: cast by
@@ -34,6 +37,10 @@ def freeze(model: Model, recipe: str | Recipe) -> Model:
     - Linear layers and norms are converted, as `convert` does: products run by the recipe. For the operations between
       them place `narrowgauge.autocast` yourself; a copy of a prepared model keeps its own. `train` and `eval` are not
       touched.
+
+    exact True: only weights whose product would cast them to the very codes that are stored, so that every output stays
+    what it was to the bit: those of quantized layers, where the recipe casts weights to FP8 by the nearest value with a
+    scale of the tensor at hand. Embeddings, heads and other layers that are kept stay as they are, too.
 
     A reference model is freeze(copy.deepcopy(model), recipe). An optimizer that holds the parameters should be built
     anew: those it holds may no longer be the model's. Adapters that are added later train under `prepare`, which leaves
@@ -52,7 +59,7 @@ def freeze(model: Model, recipe: str | Recipe) -> Model:
     recipe = library.recipe(recipe).resolve(device_of(model))
     convert(model, recipe)
     spec = frozen_spec(recipe)
-    for weight in list(quantized_by(model, recipe)):
+    for weight in list(_multiplied_as(spec, model) if exact else quantized_by(model, recipe)):
         _store_frozen(model, weight, spec)
     for p in model.parameters():
         p.requires_grad_(False)
@@ -68,6 +75,18 @@ def frozen_spec(recipe: Recipe) -> CastSpec:
     if weight is None or weight.format.bits != 8 or not weight.format.has_nan or not weight.is_scaled:
         return CastSpec(E4M3FN)
     return dataclasses.replace(weight, scale=CURRENT if weight.is_delayed else weight.scale, rounding=NEAREST_EVEN)
+
+
+def _multiplied_as(spec: CastSpec, model: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights that forward products cast by `spec`, and nothing else reads."""
+    readers = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    for module in model.modules():
+        if not isinstance(module, Linear) or not module.quantized or module.parted is not None:
+            continue
+        casts = module.training_casts
+        if not casts.smooth and casts.spec(OUTPUT, "weight") == spec and readers[id(module.weight)] == 1:
+            assert isinstance(module.weight, nn.Parameter)
+            yield module.weight
 
 
 def _store_frozen(model: nn.Module, weight: nn.Parameter, spec: CastSpec) -> None:
