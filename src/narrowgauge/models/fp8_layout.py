@@ -1,8 +1,8 @@
-"""A Llama's weights in FP8 as transformers and vLLM read them: 128x128 blocks, `weight_scale_inv`. Pure."""
+"""Weights in FP8 as transformers and vLLM read them: 128x128 blocks, `weight_scale_inv`. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +33,28 @@ def to_fp8(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     biases, and layers whose sizes are no multiples of 128, since both readers split a cut-off block wrongly or refuse
     it; the config lists the layers. Raises ConversionError where no layer is left.
     """
-    kept = [_HEAD]  # a tied one, too: transformers would look for its scale
+    prefixes = sorted({name.partition(".self_attn.")[0] for name in weights if ".self_attn." in name})
+    return layers_to_fp8(
+        weights, [[f"{prefix}.{layer}" for layer in group] for prefix in prefixes for group in _GROUPS], [_HEAD]
+    )
+
+
+def layers_to_fp8(
+    weights: Mapping[str, Tensor], groups: Iterable[Sequence[str]], kept: Iterable[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `to_fp8`, of any model's state dict in float32.
+
+    groups: names of linear layers that are in FP8 together, or none of them is. kept: names of other modules that
+    readers would look for in FP8, and that stay in bfloat16. A tied head is among them: transformers would look for its
+    scale. Raises ConversionError where no layer is left.
+    """
+    kept = list(kept)
     in_fp8: set[str] = set()
-    for prefix in sorted({name.partition(".self_attn.")[0] for name in weights if ".self_attn." in name}):
-        for group in _GROUPS:
-            layers = [f"{prefix}.{layer}" for layer in group]
-            if all(_has_whole_blocks(weights[f"{layer}.weight"]) for layer in layers):
-                in_fp8.update(layers)
-            else:
-                kept += layers
+    for group in groups:
+        if all(_has_whole_blocks(weights[f"{layer}.weight"]) for layer in group):
+            in_fp8.update(group)
+        else:
+            kept += group
     if not in_fp8:
         raise ConversionError(
             f"no layer's weight consists of whole blocks of {BLOCK[0]}x{BLOCK[1]}: export in bf16, or train a model "
@@ -53,7 +66,7 @@ def to_fp8(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             q = quantize(weight, CastSpec(E4M3FN, Block(*BLOCK)))
             tensors |= {name: q.codes, f"{name}_scale_inv": q.dequant_scale}
         else:
-            tensors[name] = weight.to(torch.bfloat16)
+            tensors[name] = weight.to(torch.bfloat16) if weight.is_floating_point() else weight
     return tensors, {
         "quant_method": "fp8",
         "fmt": "e4m3",
