@@ -191,3 +191,20 @@ def test_what_the_hook_cannot_join_is_refused() -> None:
     for hooked, views in run(2, _refused):
         assert "has a communication hook" in hooked
         assert "gradient_as_bucket_view=False" in views
+
+
+def _wrapped_late() -> list[str]:
+    found = []
+    for recipe in (NARROW, WIDE):
+        model, _ = ng.prepare(Given(), None, recipe)
+        wrapped = DistributedDataParallel(model)
+        found.append(error_of(lambda wrapped=wrapped: wrapped(torch.ones(64, 64), 1.0)))
+    wrapped, _ = ng.prepare(DistributedDataParallel(ng.prepare(Given(), None, NARROW)[0]), None, NARROW)
+    wrapped(torch.ones(64, 64), 1.0).backward()  # prepared again, around the wrapper
+    return found
+
+
+def test_a_prepared_model_that_ddp_wraps_is_refused_where_gradients_are_cast() -> None:
+    for narrow, wide in run(2, _wrapped_late):
+        assert "wrap the model first, then call narrowgauge.prepare" in narrow
+        assert not wide

@@ -78,6 +78,13 @@ def renew(model: nn.Module) -> None:
             gradients.widen(p)
 
 
+def casts_alone(model: nn.Module) -> bool:
+    """True where this process casts the gradients of `model` itself: `install` has given them a narrow or scaled format
+    and no sink."""
+    found: Gradients | None = model.__dict__.get(_ATTRIBUTE)
+    return found is not None and found.sink is None and found.is_cast
+
+
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Sum the gradients of several backward passes exactly: inside, `.grad` stays float32; at the end it is cast once.

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import ConversionError
 from narrowgauge.layers import averaging, gradients
@@ -47,6 +49,8 @@ class AutocastForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _check_wrapper(self.module)
         device_type = device_of(self.module).type
         if device_type == "meta":  # which has no autocast, and no values
             check_all_meta(args, kwargs)
@@ -56,6 +60,16 @@ class AutocastForward:
                 with EmulatedProducts():
                     return self.plain(*args, **kwargs)
             return self.plain(*args, **kwargs)
+
+
+def _check_wrapper(model: nn.Module) -> None:
+    """Raise ConversionError where torch's DDP has wrapped a prepared model: it would average gradients cast before."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is not None and around.module is model and gradients.casts_alone(model):
+        raise ConversionError(
+            "DistributedDataParallel has wrapped a model that was prepared before, whose gradients are cast to 8 bits "
+            "before it averages them: wrap the model first, then call narrowgauge.prepare"
+        )
 
 
 def check_all_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
