@@ -1,10 +1,8 @@
-"""`prepare` on models of transformers: what is converted, what stays, and that all that they are used for still works."""
+"""`prepare` on models of transformers: what is converted, what stays, and that all their uses still work."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
