@@ -74,8 +74,8 @@ def test_sft_from_messages_to_a_model_that_transformers_loads(files: Path, model
     assert main([*words("sft", model, "chats.jsonl", "runs/a", *more), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["status"], figures["step"], figures["run"]) == ("finished", 4, "runs/a")
-    assert figures["bytes_per_parameter"]["param"] == pytest.approx(2.0)  # narrow8 keeps bfloat16 and an 8-bit residual
-    assert figures["bytes_per_parameter"]["master"] == pytest.approx(1.0)
+    each = figures["memory"]["model"]["bytes_per_parameter"]
+    assert (each["param"], each["master"]) == (pytest.approx(2.0), pytest.approx(1.0))  # narrow8: bfloat16, 8-bit rest
     steps = rows("runs/a", "step")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
@@ -170,7 +170,7 @@ def test_grpo_with_a_function_of_the_working_directory(files: Path, model: Path)
 
 def test_a_reward_of_nan_ends_the_run_and_is_named(files: Path, model: Path, capsys) -> None:
     assert main(grpo(model, "runs/a", "tiny_rewards:nan")) == 1
-    assert "reward 'tiny_rewards:nan': expected finite numbers, found nan" in capsys.readouterr().err
+    assert "reward function 'tiny_rewards:nan' returned nan for completion 0" in capsys.readouterr().err
 
 
 Change = Callable[[Path], object]
@@ -197,3 +197,52 @@ def test_bad_input_is_told_and_leaves_no_run(
     shown = capsys.readouterr().err
     assert said in shown and "Traceback" not in shown
     assert not Path("runs/a").exists()
+
+
+def ppo(model: Path, run: str, *more: str) -> list[str]:
+    shared = ["--max-completion", "8", "--passes", "2"]
+    return words("ppo", model, "prompts.jsonl", run, *shared, *more)
+
+
+@pytest.mark.slow
+def test_ppo_by_a_function_stops_and_goes_on_bit_for_bit(files: Path, model: Path, monkeypatch, capsys) -> None:
+    by_function = ("--reward", "tiny_rewards:digits")
+    assert main([*ppo(model, "runs/whole", *by_function), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(figures["memory"]) == {"policy", "value", "reference"}
+    steps = rows("runs/whole", "step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["lr"] for row in steps] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert steps[0]["kl"] == 0.0 and any(row["kl"] != 0.0 for row in steps[1:])  # reference and policy begin as one
+    assert any(row["reward"] > 0 for row in steps)
+    stop_ppo_after(3, monkeypatch)
+    assert main(ppo(model, "runs/a", *by_function)) == 130
+    assert FinetuneRun(Path("runs/a")).steps() == [2, 3]
+    assert main(["resume", "runs/a"]) == 0
+    assert same_steps("runs/whole", "runs/a")
+    one, other = weights(Path("runs/whole/model")), weights(Path("runs/a/model"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stop_ppo_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from narrowgauge.integrations.finetune_ppo import PPORun
+
+    rate, sent = PPORun._set_rate, []
+
+    def press(self: PPORun) -> None:
+        if self.trainer.steps + 1 == step and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), signal.SIGINT)
+        rate(self)
+
+    monkeypatch.setattr(PPORun, "_set_rate", press)
+
+
+@pytest.mark.slow
+def test_ppo_by_the_reward_model_that_reward_trained(files: Path, model: Path, capsys) -> None:
+    assert main(ppo(model, "runs/a", "--reward-model", str(model))) == 2
+    assert "found one without a head" in capsys.readouterr().err
+    assert main(words("reward", model, "pairs.jsonl", "runs/reward")) == 0
+    capsys.readouterr()
+    assert main([*ppo(model, "runs/a", "--reward-model", "runs/reward/model"), "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["memory"]) == {"policy", "value", "reference", "reward"}

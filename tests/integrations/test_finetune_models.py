@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.errors import ConfigError
 from narrowgauge.integrations.finetune_models import (
     check_chat_template,
     check_end_token,
     length_for,
     load,
 )
-from narrowgauge.integrations.finetune_rewards import check_rewards, reward_function
+from narrowgauge.integrations.finetune_rewards import reward_function
 from tiny_chat import END, write_model
 
 
@@ -86,39 +86,17 @@ def test_a_new_head_is_said(tmp_path: Path) -> None:
 def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of reward functions."""
     (tmp_path / "some_rewards.py").write_text(
-        "def length(completions, **columns): return [len(each) for each in completions]\n"
-        "def raising(completions, **columns): return 1 / 0\n"
-        "def nan(completions, **columns): return [1.0, float('nan')]\n"
-        "def short(completions, **columns): return [1.0]\n"
-        "def none(completions, **columns): return [None, 2]\n"
-        "def words(completions, **columns): return ['good', 'bad']\n"
-        "number = 3\n"
+        "def length(completions, **columns): return [len(each) for each in completions]\nnumber = 3\n"
     )
     (tmp_path / "broken_rewards.py").write_text("import nowhere_to_be_found\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "some_rewards"
 
 
-def test_reward_functions_are_called_with_columns_and_their_numbers_kept(rewards: str) -> None:
+def test_a_reward_function_is_found_by_its_path(rewards: str) -> None:
     length = reward_function(f"{rewards}:length")
-    assert length(prompts=["a", "b"], completions=["xyz", ""], answer=[1, 2]) == [3.0, 0.0]
-    assert length.__name__ == "length"
-    assert reward_function(f"{rewards}:none")(completions=["a", "b"]) == [None, 2.0]
-    assert check_rewards(torch.tensor([1.0, 2.0]), 2, "x") == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("raising", "raised ZeroDivisionError: division by zero"),
-        ("nan", "expected finite numbers, found nan for answer 2 of 2"),
-        ("short", "expected 2 numbers, one an answer, found 1"),
-        ("words", "expected a list of 2 numbers, found"),
-    ],
-)
-def test_a_reward_function_that_misbehaves_is_named(name: str, said: str, rewards: str) -> None:
-    with pytest.raises(DataError, match=f"'{rewards}:{name}'.*{said}"):
-        reward_function(f"{rewards}:{name}")(completions=["a", "b"])
+    assert length(prompts=["a", "b"], completions=["xyz", ""], answer=[1, 2]) == [3, 0]
+    assert length.__name__ == "length"  # by which TRL logs its rewards
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from narrowgauge.cli.console import print_json, print_table
 from narrowgauge.cli.progress import SMOOTHING, TROUBLE_SHARE, Reporter, duration
 from narrowgauge.integrations.finetune_events import Ended, HeldOut, Noted, Started, Stepped
-from narrowgauge.observe.ledger import KEYS as LEDGER_KEYS
 from narrowgauge.train import events
 
 # Figures worth a place on a line, what matters most first, and what they are called there.
@@ -27,6 +26,7 @@ _SHOWN = {
     "kl": "KL",
     "entropy": "entropy",
     "completions/mean_length": "length",
+    "completion_tokens": "length",
     "grad_norm": "norm",
     "lr": "lr",
 }
@@ -96,7 +96,9 @@ class FinetuneReporter(Reporter):
                 (f"{name}, held out", event.held_out[key]) for key, name in _SHOWN.items() if key in event.held_out
             ]
         print_table("result", ["", ""], [*rows, ("time", duration(event.seconds))])
-        print_table("memory", ["role", "bytes", "a parameter"], event.ledger.rows())
+        for name, ledger in event.ledgers.items():
+            title = "memory" if len(event.ledgers) == 1 else f"memory, {name}"
+            print_table(title, ["role", "bytes", "a parameter"], ledger.rows())
         run = shlex.quote(str(event.run_dir))
         if event.model is None:
             self.say(f"interrupted at step {event.step}; go on with: narrowgauge resume {run}", "yellow")
@@ -117,7 +119,7 @@ def closing_figures(event: Ended) -> dict[str, Any]:
         "last_step": event.figures,
         "held_out": event.held_out,
         "seconds": event.seconds,
-        **(event.ledger.to_dict() if event.ledger else dict.fromkeys(LEDGER_KEYS)),
+        "memory": {name: ledger.to_dict() for name, ledger in event.ledgers.items()},
     }
 
 

@@ -20,7 +20,7 @@ import torch
 import narrowgauge
 from narrowgauge.data.conversations import Records, check_records
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.integrations.finetune_config import FinetuneConfig
+from narrowgauge.integrations.finetune_config import FinetuneConfig, PPOConfig
 from narrowgauge.integrations.finetune_events import Ended, Noted
 from narrowgauge.integrations.finetune_export import export_directory
 from narrowgauge.integrations.finetune_models import (
@@ -122,26 +122,30 @@ def _train_quietly(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEven
         say=say,
     )
     _check_together(config, inputs, loaded)
-    with _journal(config, folder, start) as (rows, earlier):
-        watch = Watch(config, folder.path, rows, on_event)
+    watch = Watch(config, folder.path, on_event)
+    if isinstance(config, PPOConfig):
+        from narrowgauge.integrations.finetune_ppo import PPORun
+
+        work: Any = PPORun(config, loaded, list(inputs.records.rows()), rewards, say)
+    else:
+        work = make_trainer(config, loaded, inputs.train, inputs.evaluation, folder.checkpoints, rewards, watch)
+        _say_what_is_left(inputs, work, say)
+    with _journal(config, folder, start) as (watch.journal, earlier):
         if start is not None:
             watch.continue_from(start, earlier)
-        if config.task == "ppo":
-            raise NotImplementedError
-        trainer = make_trainer(config, loaded, inputs.train, inputs.evaluation, folder.checkpoints, rewards, watch)
-        _say_what_is_left(inputs, trainer, say)
-        return _fit(config, folder, trainer, loaded, watch)
+        return _fit(config, folder, work, watch)
 
 
-def _fit(config: FinetuneConfig, folder: FinetuneRun, trainer: Any, loaded: Loaded, watch: Watch) -> Outcome:
-    start, began_s = watch.resumed_from, time.monotonic()
-    with watch.interruption:
-        trainer.train(resume_from_checkpoint=str(start) if start else None)
-        step, steps = trainer.state.global_step, trainer.state.max_steps
-        is_done = step >= steps
-        if is_done and trainer.eval_dataset is not None and not (config.eval_every and step % config.eval_every == 0):
-            trainer.evaluate()
-    model = None
+def _fit(config: FinetuneConfig, folder: FinetuneRun, work: Any, watch: Watch) -> Outcome:
+    began_s = time.monotonic()
+    if isinstance(config, PPOConfig):
+        from narrowgauge.integrations.finetune_ppo import run_ppo
+
+        step, steps, ledgers = run_ppo(work, folder, watch), config.steps, work.trainer.ledgers()
+    else:
+        step, steps = _by_trainer(config, work, watch)
+        ledgers = {"model": work.ledger}
+    is_done, model = step >= steps, None
     if is_done:
         is_reward = config.task == "reward"
         model = export_directory(folder.weights(), folder.model, "bf16", is_reward=is_reward, replace=True)
@@ -155,11 +159,23 @@ def _fit(config: FinetuneConfig, folder: FinetuneRun, trainer: Any, loaded: Load
             seconds=time.monotonic() - began_s,
             figures=watch.figures,
             held_out=watch.held_out,
-            ledger=trainer.ledger,
+            ledgers=ledgers,
             model=model,
         )
     )
     return Outcome(status, step, folder.path, model)
+
+
+def _by_trainer(config: FinetuneConfig, trainer: Any, watch: Watch) -> tuple[int, int]:
+    """Train, and evaluate at the end; (last step, steps that were asked for)."""
+    start = watch.resumed_from
+    with watch.interruption:
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        step, steps = trainer.state.global_step, trainer.state.max_steps
+        was_evaluated = bool(config.eval_every) and step % config.eval_every == 0
+        if step >= steps and trainer.eval_dataset is not None and not was_evaluated:
+            trainer.evaluate()
+    return step, steps
 
 
 def read_inputs(config: FinetuneConfig, say: Callable[[str], None]) -> Inputs:

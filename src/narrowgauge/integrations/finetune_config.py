@@ -26,7 +26,8 @@ GROUPS = (MODEL, DATA, TRAINING, SAMPLING, RUN)
 
 
 def _option(group: str, text: str, default: Any = MISSING, **more: Any) -> Any:
-    """A field. more: `choices`, and the least value allowed as `least` (itself included) or `above` (not included)."""
+    """A field. more: `choices`, and the least value allowed as `least` (itself included)
+    or `above` (not), the largest as `most` or `below`."""
     metadata = {"group": group, "help": text, **more}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -86,6 +87,8 @@ class FinetuneConfig:
                 raise ConfigError(f"{each.name}={value}: expected {rule['least']} or more: change {each.name}")
             if "above" in rule and value <= rule["above"]:
                 raise ConfigError(f"{each.name}={value}: expected more than {rule['above']}: change {each.name}")
+            if "most" in rule and value > rule["most"]:
+                raise ConfigError(f"{each.name}={value}: expected at most {rule['most']}: change {each.name}")
             if "below" in rule and value >= rule["below"]:
                 raise ConfigError(f"{each.name}={value}: expected less than {rule['below']}: change {each.name}")
         if self.seed >= 2**32:  # numpy's, which transformers sets too
@@ -205,18 +208,25 @@ class PPOConfig(_Sampled):
 
     task: ClassVar[str] = "ppo"
 
-    steps: int = _option(TRAINING, "batches of prompts to answer and learn from", 100, least=1)
+    steps: int = _option(TRAINING, "batches of batch_size x accumulation prompts to learn from", 100, least=1)
     reward_model: str | None = _option(SAMPLING, "directory or name of a reward model, as `reward` trains it", None)
     kl: float = _option(TRAINING, "weight of the KL divergence from the reference model", 0.05, least=0)
-    gamma: float = _option(TRAINING, "discount", 1.0, above=0)
-    gae_lambda: float = _option(TRAINING, "of generalized advantage estimation", 0.95, least=0)
+    gamma: float = _option(TRAINING, "discount of rewards, at most 1", 1.0, least=0, most=1)
+    gae_lambda: float = _option(TRAINING, "of generalized advantage estimation, at most 1", 0.95, least=0, most=1)
     clip_range: float = _option(TRAINING, "how far a step may move ratios from 1", 0.2, above=0)
     passes: int = _option(TRAINING, "passes over a batch of answers", 4, least=1)
     mini_batch_size: int = _option(TRAINING, "answers an optimizer step; 0: the whole batch", 0, least=0)
 
     def check(self) -> None:
-        """As the others; and there is one kind of reward."""
+        """As the others; and there is one kind of reward, and a batch is parted evenly."""
         super().check()
+        if self.eval_data is not None:
+            raise ConfigError("eval_data: expected none, since ppo is measured by its rewards: leave it out")
+        if self.mini_batch_size % self.batch_size:
+            raise ConfigError(
+                f"mini_batch_size={self.mini_batch_size}: expected a multiple of batch_size={self.batch_size}, answers "
+                "a micro-batch: change one of them"
+            )
         if bool(self.reward) == bool(self.reward_model):
             found = "both" if self.reward else "neither"
             raise ConfigError(f"expected either reward or reward_model, found {found}: give one of them")

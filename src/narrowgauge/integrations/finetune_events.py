@@ -53,7 +53,8 @@ class HeldOut(Event):
 class Ended(Event):
     """The last event of a run that did not raise. figures: of the last step; held_out: of the last evaluation.
 
-    model: the Hugging Face directory of the trained model; None where the run was interrupted.
+    ledgers: bytes by role of each model that is trained or asked. model: the Hugging Face directory of the trained
+    model; None where the run was interrupted.
     """
 
     status: Status
@@ -62,5 +63,5 @@ class Ended(Event):
     seconds: float
     figures: dict[str, float]
     held_out: dict[str, float] | None
-    ledger: Ledger
+    ledgers: dict[str, Ledger]
     model: Path | None

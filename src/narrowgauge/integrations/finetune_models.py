@@ -96,6 +96,13 @@ def check_chat_template(tokenizer: Any, model: str) -> None:
         raise ConfigError(f"model={model!r}: expected a chat template that renders messages, found: {error}") from error
 
 
+def end_tokens(loaded: Loaded) -> list[int]:
+    """Ids that end an answer: the tokenizer's, and those that the model's generation goes by."""
+    told = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
+    more = told if isinstance(told, list) else [told]
+    return list(dict.fromkeys(id for id in (loaded.tokenizer.eos_token_id, *more) if id is not None))
+
+
 def check_end_token(tokenizer: Any, model: str) -> None:
     """Raise ConfigError where a tokenizer has no token that ends an answer."""
     if tokenizer.eos_token_id is None:

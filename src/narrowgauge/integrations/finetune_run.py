@@ -15,7 +15,7 @@ from narrowgauge.train.folder import os_errors, write_file
 from narrowgauge.train.run_folder import RunFolder
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_LAST_WRITTEN = "trainer_state.json"  # of a checkpoint's files: without it, writing was cut short
+LAST_WRITTEN = "trainer_state.json"  # of a checkpoint's files: without it, writing was cut short
 
 
 class FinetuneRun(RunFolder):
@@ -77,7 +77,7 @@ class FinetuneRun(RunFolder):
         if not self.checkpoints.is_dir():
             return []
         found = ((_CHECKPOINT.fullmatch(entry.name), entry) for entry in self.checkpoints.iterdir())
-        return sorted(int(match[1]) for match, entry in found if match and (entry / _LAST_WRITTEN).is_file())
+        return sorted(int(match[1]) for match, entry in found if match and (entry / LAST_WRITTEN).is_file())
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step is."""

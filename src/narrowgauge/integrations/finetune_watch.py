@@ -25,8 +25,10 @@ _TOKENS = "num_tokens"
 class Watch(TrainerCallback):
     """Turns a trainer's log into rows and events. `trainer` is set once it is made."""
 
-    def __init__(self, config: FinetuneConfig, run_dir: Path, journal: Journal, on_event: OnEvent) -> None:
-        self.config, self.run_dir, self.journal, self.on_event = config, run_dir, journal, on_event
+    journal: Journal  # set before the first step
+
+    def __init__(self, config: FinetuneConfig, run_dir: Path, on_event: OnEvent) -> None:
+        self.config, self.run_dir, self.on_event = config, run_dir, on_event
         self.interruption = Interruption(self._interrupted)
         self.trainer: Any = None
         self.resumed_from: Path | None = None
@@ -65,6 +67,10 @@ class Watch(TrainerCallback):
                 resumed_from=self.resumed_from,
             )
         )
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """A step begins."""
         self._began_s = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
