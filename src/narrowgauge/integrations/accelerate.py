@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
         for at, of in pairs:
             wrapped, optimizer = results[at], results[of]
             _, inner = prepare(wrapped, _inner(optimizer), self.recipe)
-            _renew(optimizer, inner)
+            renew_wrapper(optimizer, inner)
             model = self.unwrap_model(wrapped)
             earlier = next((each for each in self._prepared if each.model is model), None)
             if earlier is not None:
@@ -279,7 +279,7 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     return current(getattr(optimizer, "optimizer", optimizer))
 
 
-def _renew(wrapper: AcceleratedOptimizer, optimizer: Optimizer | None) -> None:
+def renew_wrapper(wrapper: AcceleratedOptimizer, optimizer: Optimizer | None) -> None:
     """Put the optimizer that narrowgauge.prepare has returned into accelerate's wrapper."""
     assert optimizer is not None
     wrapper.optimizer = optimizer
