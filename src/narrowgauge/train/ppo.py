@@ -205,9 +205,9 @@ class PPOTrainer:
         if self.kl_floor > 0:
             warnings.warn(
                 f"the reference does not compute as the policy does (recipe '{self.recipe.name}' and "
-                f"'{self.reference.recipe.name}'): before any update their KL is {self.kl_floor:.3g} nats a token, and "
-                "the penalty counts that; for a KL of 0 leave reference_recipe out and pass a reference that was not "
-                "frozen before",
+                f"'{self.reference.recipe.name}'): before any update their KL is {self.kl_floor:.3g} nats a token, "
+                "rounding alone where their weights are equal, and the penalty counts it; for a KL of 0 leave "
+                "reference_recipe out and pass a reference that was not frozen before",
                 stacklevel=3,
             )
 
