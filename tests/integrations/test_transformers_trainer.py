@@ -16,6 +16,7 @@ from transformers import Trainer as StockTrainer
 
 import narrowgauge as ng
 from narrowgauge.errors import CheckpointError, ConfigError, RecipeError
+from narrowgauge.integrations import requirements
 from narrowgauge.integrations.transformers import Trainer
 from narrowgauge.tensors.quantized import QuantizedTensor
 
@@ -148,10 +149,23 @@ def test_an_error_in_a_step_leaves_gradients_that_the_next_run_can_use(tmp_path:
     assert len(losses(trainer)) == 1 and losses(trainer)[0] > 0
 
 
-@pytest.mark.parametrize("changes", [{"bf16": True}, {"recipe": "fp16"}, {"recipe": "narow8"}], ids=str)
-def test_what_does_not_go_together_is_refused_with_a_remedy(changes: dict[str, Any], tmp_path: Path) -> None:
+REFUSED = {
+    "bf16=True.*'fp32', which computes in FP32.*leave bf16 out, or take recipe='bf16'": {
+        "recipe": "fp32",
+        "bf16": True,
+    },
+    "fp16=True.*'narrow8', which computes in BF16.*take recipe='fp16'": {"fp16": True},
+    "bf16_full_eval=True casts the parameters": {"bf16_full_eval": True},
+    "tf32=False.*'tf32' with tf32=True: leave tf32 out": {"recipe": "tf32", "tf32": False},
+    "did you mean 'narrow8'": {"recipe": "narow8"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_go_together_is_refused_with_a_remedy(message: str, tmp_path: Path) -> None:
+    changes = dict(REFUSED[message])
     recipe = changes.pop("recipe", "narrow8")
-    with pytest.raises((ConfigError, RecipeError), match="recipe='bf16'|take bf16|did you mean 'narrow8'"):
+    with pytest.raises((ConfigError, RecipeError), match=message):
         Trainer(llama(), arguments(tmp_path, **changes), train_dataset=Lines(), recipe=recipe)
 
 
@@ -162,8 +176,17 @@ def test_a_checkpoint_of_the_stock_trainer_is_named(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_without_transformers_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
+@pytest.mark.parametrize("found", [None, "4.57.1"])
+def test_without_transformers_or_with_an_old_one_the_message_says_what_to_install(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise requirements.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(requirements, "version", version)
     monkeypatch.delitem(sys.modules, "narrowgauge.integrations.transformers")
-    with pytest.raises(ConfigError, match=r"pip install 'narrowgauge\[hf\]'"):
+    message = r"pip install 'narrowgauge\[hf\]'" if found is None else "transformers 5.0 or newer, found 4.57.1"
+    with pytest.raises(ConfigError, match=message):
         importlib.import_module("narrowgauge.integrations.transformers")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +99,25 @@ def plain_values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     return {name: value for name, value in full_values(model, optimizer).items() if name not in ours}
 
 
-def write_weights(
-    model: PreTrainedModel, directory: Path, values: dict[str, Tensor], dtype: torch.dtype | dict[str, torch.dtype]
-) -> None:
-    """transformers' own `save_pretrained` of these values, in one dtype or one for each name; ties stay ties."""
-    cast: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def one(name: str, value: Tensor) -> Tensor:
-        wanted = dtype[name] if isinstance(dtype, dict) else dtype if value.is_floating_point() else value.dtype
-        return cast.setdefault((id(value), wanted), value.to(wanted))
-
-    state = {name: one(name, value) for name, value in values.items()}
-    floating = next(value.dtype for value in state.values() if value.is_floating_point())
+def write_weights(model: PreTrainedModel, directory: Path, values: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """transformers' own `save_pretrained` of these values, floating ones in `dtype`; ties stay ties."""
+    cast: dict[int, Tensor] = {}
+    state = {
+        name: cast.setdefault(id(value), value.to(dtype) if value.is_floating_point() else value)
+        for name, value in values.items()
+    }
     before = model.config.dtype
-    try:  # it empties `state`
-        model.save_pretrained(directory, state_dict=state)
+    try:  # it empties what it is given
+        model.save_pretrained(directory, state_dict=dict(state))
     finally:
         model.config.dtype = before
-    _add_to_config(directory, {"dtype": str(floating).removeprefix("torch.")})  # it names the parameters' of training
+    name_dtype(directory, state)
+
+
+def name_dtype(directory: Path, values: Mapping[str, Tensor]) -> None:
+    """Let config.json name the dtype of the weights: transformers writes that of the parameters in training."""
+    floating = next(value.dtype for value in values.values() if value.is_floating_point())
+    _add_to_config(directory, {"dtype": str(floating).removeprefix("torch.")})
 
 
 def fp8_layers(model: PreTrainedModel) -> tuple[list[list[str]], list[str]]:

@@ -5,17 +5,18 @@
     trainer = Trainer(model, args, train_dataset=dataset, recipe="narrow8")
     trainer.train()
 
-The stock `Trainer` takes a prepared model and optimizer too (`optimizers=(optimizer, None)`). This one prepares them
-itself, with the optimizer that `TrainingArguments` ask for; it sums the micro-batches of a step exactly, logs what the
-casts did, and its checkpoints have two parts: weights that transformers loads, under the model's own names and in its
-own dtype with all digits that fit, and the folder `narrowgauge/`, from which a run resumes bit for bit.
+The stock `Trainer` takes a prepared model and optimizer too (`optimizers=(optimizer, None)`, and `RecipeCallback`).
+This one prepares them itself, with the optimizer that `TrainingArguments` ask for; it sums the micro-batches of a step
+exactly, logs what the casts did, and its checkpoints have two parts: weights that transformers loads, under the model's
+own names and in its own dtype with all digits that fit, and the folder `narrowgauge/`, from which a run resumes bit for
+bit. `save_pretrained` writes any prepared model in bf16, float32 or FP8.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from contextlib import ExitStack
+import warnings
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,62 +24,73 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.integrations.huggingface import full_values
+from narrowgauge.integrations.requirements import require
+from narrowgauge.layers.autocast import autocast
 from narrowgauge.layers.gradients import accumulate
 from narrowgauge.layers.report import ConversionReport, report
-from narrowgauge.layers.statistics import Statistics, collect
+from narrowgauge.numerics.formats import BF16, FP16
 from narrowgauge.observe.ledger import Ledger, ledger
-from narrowgauge.observe.shares import shares_by_role
 from narrowgauge.optim.clip import clip_grad_norm_
+from narrowgauge.optim.replace import current
+from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.library import recipe as recipe_named
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.checkpoint import load, save
 
-try:
-    import transformers
-    from transformers.training_args import ParallelMode
-except ImportError as error:
-    raise ConfigError("transformers is not installed: pip install 'narrowgauge[hf]'") from error
+require("transformers", "5.0", "narrowgauge[hf]")
+
+import transformers  # noqa: E402
+from transformers.training_args import ParallelMode  # noqa: E402
+
+from narrowgauge.integrations.pretrained import name_dtype, plain_values, save_pretrained  # noqa: E402
+from narrowgauge.integrations.recipe_callback import RecipeCallback  # noqa: E402
+
+__all__ = ["RecipeCallback", "Seq2SeqTrainer", "Trainer", "save_pretrained"]
 
 STATE = "narrowgauge"  # the part of a checkpoint that is ours
 _SCHEDULER = "scheduler.pt"
+IGNORED = -100  # transformers' label of a token that has no loss
 
 
 class Trainer(transformers.Trainer):
     """`transformers.Trainer`, trained by a recipe.
 
     Args:
-        recipe: a recipe or its name. It says what `bf16` and `fp16` of the arguments would: those are refused.
+        recipe: a recipe or its name. It says what `bf16`, `fp16` and `tf32` of the arguments would: those that agree
+            with it change nothing, the others are refused.
         statistics_every: optimizer steps between counts of saturated and flushed values, which are logged with the
             next loss as `saturated/ROLE` and `flushed/ROLE`, shares in [0, 1]; 0: never.
         args, kwargs: as transformers takes them.
+
+    In several processes, as torchrun starts them, DistributedDataParallel wraps the model and gradients travel as the
+    recipe says. Steps with gradients that are not finite are skipped, and do not advance the scheduler; recipes that
+    scale the loss do it by `narrowgauge.LossScaler`, whose state is a part of checkpoints.
 
     Raises RecipeError for an unknown recipe, ConfigError for arguments that a recipe does not go with.
     """
 
     model: Any  # transformers says Module or None
     lr_scheduler: Any
+    accelerator: Any
 
     def __init__(self, *args: Any, recipe: Recipe | str, statistics_every: int = 100, **kwargs: Any) -> None:
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
-        self.statistics_every = statistics_every
         self._prepared: nn.Module | None = None
         self._dtypes: dict[str, torch.dtype] = {}  # of the model's own state, before it was prepared
         self._summing: ExitStack | None = None
-        self._counting: tuple[ExitStack, Statistics] | None = None
-        self._shares: dict[str, float] = {}
         super().__init__(*args, **kwargs)
-        for flag in ("bf16", "fp16"):
-            if getattr(self.args, flag):
-                raise ConfigError(
-                    f"TrainingArguments({flag}=True) beside recipe={self.recipe.name!r}: expected the recipe alone to "
-                    f"say what is computed in which format: leave {flag} out, or take recipe={flag!r}"
-                )
-        if self.recipe.resolve(self.args.device).needs_loss_scaling:
-            raise ConfigError(f"recipe={self.recipe.name!r} scales the loss, which this trainer does not: take bf16")
+        self.recipe_callback = RecipeCallback(statistics_every).add_to(self)
+        resolved = self.recipe.resolve(self.args.device)
+        check_arguments(self.args, resolved)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigError("a recipe with DeepSpeed or FSDP through TrainingArguments: use narrowgauge.distributed")
+        if resolved.needs_loss_scaling:
+            self.accelerator.scaler = LossScaler(self.recipe, self.args.device)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """As transformers', without autocast of accelerate's: the recipe brings its own."""
+        return super()._build_accelerator_args(**kwargs) | {"mixed_precision": "no"}
 
     @property
     def conversion_report(self) -> ConversionReport:
@@ -90,78 +102,111 @@ class Trainer(transformers.Trainer):
         """Bytes of the model and the optimizer, by role."""
         return ledger(self.model, self._own_optimizer())
 
+    @property
+    def _is_distributed(self) -> bool:
+        return self.args.parallel_mode == ParallelMode.DISTRIBUTED
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of the arguments, prepared with the model."""
+        """The optimizer of the arguments, prepared with the model; in several processes once the model is wrapped."""
         model = model or self.model
         assert model is not None
         optimizer = super().create_optimizer(model)
-        if self._prepared is not model:
-            self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
-            _, self.optimizer = prepare(model, optimizer, self.recipe)
-            self._prepared = model
+        if self._prepared is not model and not self._is_distributed:
+            self.optimizer = self._prepare(model, optimizer)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The scheduler of the arguments. transformers calls this when it has wrapped the model."""
+        if self._is_distributed and self._prepared is not self.model:
+            from narrowgauge.integrations.accelerate import renew_wrapper
+
+            renew_wrapper(self.optimizer, self._prepare(self.accelerator._models[-1], self.optimizer.optimizer))  # type: ignore[union-attr]
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self._dtypes = {name: value.dtype for name, value in self.model.state_dict().items()}
+        _, optimizer = prepare(model, optimizer, self.recipe)
+        self._prepared = self.model
+        return optimizer
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of a step; their gradients are summed in float32."""
+        found = super().get_batch_samples(*args, **kwargs)
+        self._end_sum(None)
+        if len(found[0]) > 1:
+            # before transformers turns DDP's reduction off for all but the last: the sum is averaged at its end
+            self._summing = ExitStack()
+            self._summing.enter_context(accumulate(self.model_wrapped or self.model))
+        return found
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch."""
-        is_alone = self.args.parallel_mode != ParallelMode.DISTRIBUTED
-        if self._summing is None and is_alone and self.current_gradient_accumulation_steps > 1:
-            self._summing = ExitStack()
-            self._summing.enter_context(accumulate(model))
-        self._begin_counting(model)
+        self._look_for_labels(inputs, num_items_in_batch)
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException as error:
-            for stack in (self._summing, self._counting and self._counting[0]):
-                if stack is not None:
-                    stack.__exit__(type(error), error, error.__traceback__)
-            self._summing = self._counting = None
+            self._end_sum(error)
             raise
         if self.accelerator.sync_gradients:
-            self._end_counting()
-            if self._summing is not None:
-                self._summing.close()
-                self._summing = None
+            self._end_sum(None)
         return loss
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, and what the last counted step found with it."""
-        if "loss" in logs:
-            logs, self._shares = logs | self._shares, {}
-        super().log(logs, *args, **kwargs)
+    def _end_sum(self, error: BaseException | None) -> None:
+        summing, self._summing = self._summing, None
+        if summing is not None:
+            summing.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _own_optimizer(self) -> torch.optim.Optimizer:
+    def _look_for_labels(self, inputs: Any, num_items_in_batch: Any) -> None:
+        labels = inputs.get("labels") if hasattr(inputs, "get") else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or not bool((labels == IGNORED).all()):
+            return
+        if num_items_in_batch is None or int(num_items_in_batch) == 0:
+            warnings.warn(
+                f"step {self.state.global_step + 1}: all {labels.numel()} labels are {IGNORED}, so that the loss is an "
+                "average of nothing: the step is skipped; leave such examples out, or look at what masks the labels",
+                stacklevel=2,
+            )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers evaluates; the model runs by the recipe also before it was trained."""
+        if self._prepared is not self.model:
+            self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', inside the recipe's autocast."""
+        # in several processes the wrapper has it, and what is evaluated is the model inside
+        outside = autocast(self.recipe.at(self.state.global_step)) if self._is_distributed else nullcontext()
+        with outside:
+            return super().prediction_step(model, *args, **kwargs)
+
+    def _own_optimizer(self) -> Any:
         """The optimizer without accelerate's wrapper."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return current(optimizer)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return self._norm(model, self.args.max_grad_norm)
 
-    def _begin_counting(self, model: nn.Module) -> None:
-        step = self.state.global_step + 1
-        if self._counting is None and self.statistics_every > 0 and step % self.statistics_every == 0:
-            stack = ExitStack()
-            self._counting = stack, stack.enter_context(collect(model))
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._norm(model, float("inf")) if grad_norm is None else grad_norm
 
-    def _end_counting(self) -> None:
-        if self._counting is None:
-            return
-        (stack, statistics), self._counting = self._counting, None
-        stack.close()
-        shares = shares_by_role(statistics.read())
-        self._shares = {f"{measure}/{role}": share for role, of in shares.items() for measure, share in of.items()}
+    def _norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """The norm of the gradients, unscaled; they are clipped to `max_norm`."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(getattr(self.optimizer, "optimizer", self.optimizer))
+        return clip_grad_norm_(model.parameters(), max_norm)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As transformers saves, with plain weights."""
         if state_dict is not None or self._prepared is not self.model or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        values = full_values(self.model, self._own_optimizer())
-        super()._save(output_dir, {name: values[name].to(dtype) for name, dtype in self._dtypes.items()})
-        config = Path(output_dir or str(self.args.output_dir)) / "config.json"
-        if config.is_file():  # which names the dtype that the parameters have in training
-            dtype = next(dtype for dtype in self._dtypes.values() if dtype.is_floating_point)
-            told = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-            config.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        values = plain_values(self.model, self._own_optimizer())
+        plain = {name: values[name].to(dtype) for name, dtype in self._dtypes.items()}
+        super()._save(output_dir, dict(plain))
+        if isinstance(self.model, transformers.PreTrainedModel):
+            name_dtype(Path(output_dir or str(self.args.output_dir)), plain)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save:
@@ -178,3 +223,42 @@ class Trainer(transformers.Trainer):
             )
         load(Path(checkpoint) / STATE, self.model, self._own_optimizer())
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+
+    def _load_best_model(self) -> None:
+        """As transformers', with all digits of the parameters."""
+        best = Path(str(self.state.best_model_checkpoint)) / STATE
+        if best.is_dir():
+            load(best, self.model, self._own_optimizer())
+        else:
+            super()._load_best_model()
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer`, trained by a recipe. Arguments and errors as of `Trainer`."""
+
+
+def check_arguments(args: transformers.TrainingArguments, recipe: Recipe) -> None:
+    """Raise ConfigError for arguments that say another precision than a resolved recipe, or none that it has."""
+    computes = {"bf16": BF16, "fp16": FP16}
+    for flag, dtype in computes.items():
+        if getattr(args, flag) and recipe.compute is not dtype:
+            raise ConfigError(
+                f"TrainingArguments({flag}=True) beside recipe={recipe.name!r}, which computes in {recipe.compute}: "
+                f"expected the recipe alone to say what is computed in which format: leave {flag} out, or take "
+                f"recipe={flag!r}"
+            )
+        if getattr(args, f"{flag}_full_eval"):
+            raise ConfigError(
+                f"{flag}_full_eval=True casts the parameters themselves: the recipe says how the model is evaluated, "
+                "e.g. narrowgauge.recipe(name, evaluation='compute'): leave it out"
+            )
+    if args.tf32 is not None and bool(args.tf32) != recipe.tf32:
+        raise ConfigError(
+            f"TrainingArguments(tf32={args.tf32}) beside recipe={recipe.name!r} with tf32={recipe.tf32}: leave tf32 "
+            f"out, or take narrowgauge.recipe({recipe.name!r}, tf32={bool(args.tf32)})"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs in one process, where transformers would use DataParallel: start a process for each, "
+            "with torchrun, or let the process see one GPU"
+        )
