@@ -40,6 +40,7 @@ COMMANDS = {
     "eval": Command("runs", "evaluate", "loss and perplexity of a run, or of a Hugging Face model"),
     "generate": Command("runs", "generate", "continue a prompt, or answer a file of questions"),
     "export": Command("runs", "export", "write a run's model as a Hugging Face directory"),
+    "plan": Command("plan", "plan", "what a model takes on N GPUs: bytes by role, layouts, what fits"),
     "chart": Command("chart", "chart", "the precision chart of recipes"),
     "doctor": Command("doctor", "doctor", "what this machine does natively, what it emulates, and why"),
     "bench": Command("bench", "bench", "measure linear layers, casts, or their noise"),
