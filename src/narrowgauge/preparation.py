@@ -21,7 +21,7 @@ from narrowgauge.distributed import (
 )
 from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.errors import ConversionError, RecipeError
-from narrowgauge.layers import delayed, fp8_loading, wrapping
+from narrowgauge.layers import adapters, delayed, fp8_loading, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
 from narrowgauge.layers.delayed import DelayedState
 from narrowgauge.layers.parameters import Stored, store
@@ -113,6 +113,7 @@ def prepare(
             layer.rolls_at_step = False
     forward = wrapping.install(model, first, autocast)
     fp8_loading.install(model)
+    adapters.refuse_merging(model)
     if optimizer is not None:
         reducer = counting.deciding(model)
         counting.count_once(model, reducer)

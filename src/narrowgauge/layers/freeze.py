@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import ConversionError
+from narrowgauge.layers.adapters import refuse_merging
 from narrowgauge.layers.convert import convert, device_of
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.parameters import quantized_by, replace
@@ -61,6 +62,7 @@ def freeze(model: Model, recipe: str | Recipe, *, exact: bool = False) -> Model:
     spec = frozen_spec(recipe)
     for weight in list(_multiplied_as(spec, model) if exact else quantized_by(model, recipe)):
         _store_frozen(model, weight, spec)
+    refuse_merging(model)
     for p in model.parameters():
         p.requires_grad_(False)
         p.grad = None
