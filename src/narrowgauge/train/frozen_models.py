@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 
 from narrowgauge.layers.autocast import autocast
 from narrowgauge.layers.convert import device_of
+from narrowgauge.layers.delayed import DelayedState, state_names
 from narrowgauge.layers.freeze import freeze
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.layers.wrapping import AutocastForward
+from narrowgauge.numerics.scaling import CURRENT
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.tensors.cast import FLOATING
@@ -61,6 +64,7 @@ def reference_of(reference: nn.Module, like: nn.Module, recipe: Recipe, policy_r
 
 def reward_model_of(reward: nn.Module, recipe: Recipe) -> Frozen:
     """Freeze a reward model: weights in FP8 where the recipe quantizes products, else as the recipe stores them."""
+    recipe = _without_history(recipe)
     if not is_converted(reward):
         if recipe.quantizes_gemms:
             freeze(reward, recipe)
@@ -80,6 +84,20 @@ def copy_equal(frozen: nn.Module, policy: nn.Module, equal: set[str]) -> None:
             p.data = stored[name].detach().clone()
 
 
+@torch.no_grad()
+def follow_scales(frozen: nn.Module, policy: nn.Module) -> None:
+    """Give a reference the delayed scales that the policy has by now, so that it goes on to compute as the policy does.
+
+    Nothing rolls those of a model that is only asked.
+    """
+    theirs = dict(policy.named_modules())
+    for name, module in frozen.named_modules():
+        followed = theirs.get(name)
+        if isinstance(module, DelayedState) and isinstance(followed, DelayedState):
+            for buffer in set(state_names(module)) & set(state_names(followed)):
+                module.get_buffer(buffer).copy_(followed.get_buffer(buffer))
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True where both are stored alike, in the same bits."""
     a, b = a.detach(), b.detach()
@@ -89,6 +107,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
         return False
     return a.dtype is b.dtype and torch.equal(a, b)
+
+
+def _without_history(recipe: Recipe) -> Recipe:
+    """The recipe with operands scaled by the tensor at hand where it has a history, which nothing would roll here."""
+    operands = {role: getattr(recipe, role) for role in ("input", "weight")}
+    delayed = {role: spec for role, spec in operands.items() if spec is not None and spec.is_delayed}
+    return recipe.replace(**{role: dataclasses.replace(spec, scale=CURRENT) for role, spec in delayed.items()})
 
 
 @torch.no_grad()

@@ -90,6 +90,15 @@ def test_the_first_ratio_is_exactly_1(recipe: str) -> None:
     assert trainer_of(recipe, epochs=2).step(PROMPTS).policy_kl > 0.0
 
 
+@pytest.mark.parametrize("recipe", ["narrow8", "fp8_delayed", "fp8_lm_o2", "fp8_lm_o3"])
+def test_a_policy_that_stays_where_it_was_keeps_a_kl_of_0(recipe: str) -> None:
+    trainer = trainer_of(recipe, learning_rate=0.0, epochs=1)
+    assert [s.kl for s in trainer.train(PROMPTS, 3)] == [0.0, 0.0, 0.0]  # while delayed scales go on
+    if recipe == "fp8_delayed":
+        layer = trainer.policy.model.get_submodule("blocks.0.mlp.down")
+        assert int(layer.get_buffer("amax_rolls")) == 3 and float(layer.get_buffer("input_quant_scale")) != 1.0
+
+
 def test_one_step_is_the_step_of_the_formulas() -> None:
     """The policy gradient of one minibatch by hand: the ratio is 1, its gradient that of the log-probability."""
     trainer = trainer_of(epochs=1, gamma=0.9, lam=0.8, kl_coefficient=0.0, max_grad_norm=1e9)
