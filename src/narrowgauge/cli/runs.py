@@ -1,4 +1,4 @@
-"""Commands that read a run: `eval`, `generate`, `export`."""
+"""Commands that read a run, or a Hugging Face directory: `eval`, `generate`, `export`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,37 @@ import os
 import sys
 from collections.abc import Sequence
 
+from narrowgauge.cli import answers
 from narrowgauge.cli.arguments import Parser
+from narrowgauge.integrations.finetune_run import FinetuneRun
+
+_NOT_OURS = (
+    "for fine-tuning runs and Hugging Face directories, which have a config.json: leave it out, or look at the path"
+)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Print loss, perplexity and bits per byte of a run's model on validation text."""
     parser = _run_parser(
         "eval",
-        "Loss, perplexity and bits per byte on the validation split, in the run's own precision.",
+        "Loss and perplexity: of a run of `train` on its validation split, with bits per byte; of a fine-tuning run\n"
+        "or a Hugging Face directory on held-out JSON Lines. A run computes in its own precision.",
         [
             "narrowgauge eval runs/NAME",
             "narrowgauge eval runs/NAME --batches 0 --json",
             "narrowgauge eval runs/NAME --corpus 'texts/*.txt'",
+            "narrowgauge eval my-model --data held-out.jsonl --recipe narrow8",
         ],
     )
     parser.add_argument("--corpus", help="another corpus, read in the run's tokens (default: the run's)")
     parser.add_argument("--batches", type=int, help="batches to read; 0: all (default: as many as in training)")
     parser.add_json_option()
+    answers.add_evaluation_options(parser)
     arguments = parser.parse(argv)
+    if answers.is_directory_of_model(arguments.run):
+        return answers.evaluate_directory(arguments)
+    only = ("data", "batch_size", "max_length", "loss_on", "recipe", "chat_template", "gguf_file")
+    answers.refuse_options(arguments, only, _NOT_OURS)
     if arguments.batches is not None and arguments.batches < 0:
         parser.error(f"--batches: expected 0 or more, found {arguments.batches}")
 
@@ -57,20 +70,33 @@ def generate(argv: Sequence[str]) -> int:
     """Print the prompt and what the run's model writes after it."""
     parser = _run_parser(
         "generate",
-        "Continue a prompt with a run's model.",
+        "Continue a prompt with the model of a run or a Hugging Face directory, or answer a file of AlpacaEval's or\n"
+        "MT-Bench's questions.",
         [
             'narrowgauge generate runs/NAME --prompt "def main("',
             'narrowgauge generate runs/NAME --prompt "import " --temperature 0 --tokens 32',
+            'narrowgauge generate my-model --chat --prompt "What is 2 + 3?"',
+            "narrowgauge generate my-model --batch question.jsonl --output model_answer/my-model.jsonl",
+            "narrowgauge generate my-model --batch alpaca_eval.json --output outputs.json --name my-model",
         ],
     )
-    parser.add_argument("--prompt", required=True, help="the text to continue; may be empty")
-    parser.add_argument("--tokens", type=int, default=128, help="write at most this many (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest (default: %(default)s)")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", help="the text to continue; may be empty for a run of `train`")
+    asked.add_argument("--batch", metavar="FILE", help="questions of AlpacaEval (JSON) or MT-Bench (JSON Lines)")
+    parser.add_argument("--tokens", type=int, help="write at most this many (default: 128; to questions 1024)")
+    parser.add_argument(
+        "--temperature", type=float, help="0: the likeliest token (default: 0.8; to questions what the benchmark says)"
+    )
+    parser.add_argument("--top-k", type=int, help="sample among the k likeliest (default: 50; to questions all)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    answers.add_generation_options(parser)
     arguments = parser.parse(argv)
-    if arguments.tokens < 1:
+    if arguments.tokens is not None and arguments.tokens < 1:
         parser.error(f"--tokens: expected 1 or more, found {arguments.tokens}")
+    if answers.is_directory_of_model(arguments.run):
+        return answers.generate_from_directory(arguments)
+    only = ("batch", "chat", "output", "name", "batch_size", "recipe", "chat_template", "gguf_file")
+    answers.refuse_options(arguments, only, _NOT_OURS)
 
     from narrowgauge.train.sample import sample_text
     from narrowgauge.train.trained import Trained
@@ -82,9 +108,9 @@ def generate(argv: Sequence[str]) -> int:
         trained.model,
         trained.tokenizer,
         prompt,
-        arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
+        128 if arguments.tokens is None else arguments.tokens,
+        temperature=0.8 if arguments.temperature is None else arguments.temperature,
+        top_k=50 if arguments.top_k is None else arguments.top_k,
         seed=arguments.seed,
     )
     print(prompt + text)
@@ -95,7 +121,7 @@ def export(argv: Sequence[str]) -> int:
     """Write a run's model as a Hugging Face directory."""
     parser = _run_parser(
         "export",
-        "Write a run's model as a Hugging Face directory in the Llama layout:\n"
+        "Write a run's model as a Hugging Face directory, that of a run of `train` in the Llama layout:\n"
         "config.json, model.safetensors, tokenizer.json. AutoModelForCausalLM.from_pretrained loads it.\n"
         "The weights are the parameters' full values, residuals and masters included, each rounded once.",
         [
@@ -113,6 +139,8 @@ def export(argv: Sequence[str]) -> int:
         "(default: %(default)s)",
     )
     arguments = parser.parse(argv)
+    if FinetuneRun.is_at(arguments.run):
+        return answers.export_run(arguments)
 
     from narrowgauge.integrations.huggingface import export_llama
     from narrowgauge.train.trained import Trained

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.preparation import prepare
+from narrowgauge.recipes.spec import Recipe
 
 try:
     import transformers
@@ -67,6 +69,35 @@ def load(
             f"found {len(tokenizer)}: does the tokenizer belong to this model?"
         )
     return Loaded(found, tokenizer)
+
+
+def open_directory(
+    directory: Path | str,
+    *,
+    recipe: Recipe | None = None,
+    device: torch.device | str = "cpu",
+    gguf_file: str | None = None,
+    chat_template: str | None = None,
+) -> Loaded:
+    """Load a causal language model to read or write with, in eval mode.
+
+    recipe: what it computes by; None: as its files have it, in their dtype. Raises ConfigError where there is none.
+    """
+    directory = str(directory)
+    where: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    if not Path(directory).is_dir():
+        raise ConfigError(
+            f"{directory}: expected a run's folder or a Hugging Face directory, found none: look at the path"
+        )
+    dtype = "auto" if recipe is None else torch.float32
+    model = _found(directory, lambda: AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **where))
+    tokenizer = load_tokenizer(directory, gguf_file, chat_template)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = model.to(device).eval()
+    if recipe is not None:
+        prepare(model, None, recipe.resolve(torch.device(device)))
+    return Loaded(model, tokenizer)
 
 
 def load_tokenizer(model: str, gguf_file: str | None = None, chat_template: str | None = None) -> Any:
