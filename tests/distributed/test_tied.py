@@ -82,6 +82,25 @@ def test_the_gradient_is_that_of_one_process() -> None:
         assert float((first - expected).norm() / expected.norm()) < bound
 
 
+def _two_calls(recipe: ng.Recipe) -> Tensor:
+    """The gradient of two calls of `step`, before the optimizer's."""
+    pipeline = split("1f1b", **TABLE)
+    prepared(pipeline.model, recipe)
+    for half in (batches()[:2], batches()[2:]):
+        pipeline.step(half)
+    return gradients(pipeline.model)["embedding.weight"]
+
+
+def test_what_earlier_calls_have_summed_over_the_copies_is_not_summed_again() -> None:
+    wide = ng.recipe("fp32")
+    # the first sum is kept in E4M3, and so is the second: 2^-4 of each value at most
+    for recipe, bound in ((wide, 1e-5), (wide.replace(grad=ng.CastSpec(ng.formats.E4M3FN)), 2 * 2.0**-4)):
+        first, last = run(2, _two_calls, recipe)
+        expected = 2 * _one_process("fp32")  # the mean of four micro-batches is half the sum of two means
+        assert torch.equal(first, last)
+        assert float((first - expected).norm() / expected.norm()) < bound
+
+
 def test_four_stages_have_two_copies() -> None:
     found = run(4, _trained, "1f1b", "narrow8")
     assert [each[3] for each in found] == [STEPS, 0, 0, STEPS]

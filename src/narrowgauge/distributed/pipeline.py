@@ -161,9 +161,10 @@ class Pipeline:
         reads = [inputs] if any(span.is_first for span in self.model.spans) else []
         last = {"target": targets, "targets": targets} if any(span.is_last for span in self.model.spans) else {}
         with accumulate(self.model), pipeline_schedule.own_errors():
+            earlier = None if self.tie is None else self.tie.set_aside(self.table)
             schedule.step(*reads, return_outputs=False, **last)
             if self.tie is not None:
-                self.tie.sum_gradients(self.table, self.spec_of("grad_comm", self.table))
+                self.tie.sum_gradients(self.table, self.spec_of("grad_comm", self.table), earlier)
         return self._over_stages(sum(losses, torch.zeros((), device=device)), side) / count
 
     @torch.no_grad()

@@ -51,15 +51,26 @@ class TiedTable:
         if self.is_copy:
             values.copy_(sent)
 
+    def set_aside(self, p: Tensor) -> Tensor | None:
+        """Take away the gradient of the steps before, which is a sum of both copies' already; None: there is none."""
+        earlier, p.grad = p.grad, None
+        return earlier
+
     @torch.no_grad()
-    def sum_gradients(self, p: Tensor, spec: CastSpec | None) -> None:
-        """Replace the wide gradients of both copies by their sum, the same bits on both. spec: what travels."""
+    def sum_gradients(self, p: Tensor, spec: CastSpec | None, earlier: Tensor | None) -> None:
+        """Replace the wide gradients of both copies by their sum, the same bits on both. spec: what travels.
+
+        earlier: what `set_aside` took away, to which the sum is added.
+        """
         if not p.requires_grad:
             return
         assert p.grad is not None
         grad, spec = local(p.grad), spec or CastSpec(FP32)
         total = collectives.all_reduce(grad.float(), spec, self.group, "grad_comm", average=False).wait()
         grad.copy_(total.view(grad.shape))
+        if earlier is not None:
+            kept = local(earlier)
+            grad.add_(values_of(kept) if isinstance(kept, QuantizedTensor) else kept)
 
 
 def tie_of(model: StagedGPT | StagedSequential, places: Places) -> TiedTable | None:
