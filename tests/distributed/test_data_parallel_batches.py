@@ -12,6 +12,7 @@ from models import batch, tiny_gpt
 from ranks import run
 from replicas import NARROW, SIDE, WIDE, error_of, prepared, values
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
@@ -183,14 +184,16 @@ def _misuse() -> list[str]:
     messages = [error_of(twice), error_of(lambda: share_of_batch(model, -1).__enter__())]
     model.zero_grad()
     messages.append(error_of(lambda: model(model.large * 1.0).backward(create_graph=True)))
-    return messages
+    sharded, _ = ng.prepare(fully_shard(nn.Linear(SIDE, SIDE)), None, WIDE)
+    return [*messages, error_of(lambda: share_of_batch(sharded, 1).__enter__())]
 
 
 def test_misuse_is_named() -> None:
-    for twice, negative, graph in run(2, _misuse):
+    for twice, negative, graph, sharded in run(2, _misuse):
         assert "expected one backward in it, found 2" in twice
         assert "samples=-1" in negative
         assert "create_graph" in graph
+        assert "fully_shard" in sharded and "multiply its loss by samples" in sharded
 
 
 def _reentrant() -> tuple[Tensor, Tensor, Tensor]:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from models import batch, tiny_gpt
 from ranks import run
-from replicas import NARROW, WIDE, Given, error_of, prepared, values
+from replicas import NARROW, SIDE, WIDE, Given, error_of, prepared, values
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.distributed import data_parallel, wire
+from narrowgauge.distributed import data_parallel, layout, parallelize_tensor, shard, wire
 from narrowgauge.errors import ConversionError
 
 pytestmark = pytest.mark.multiproc
@@ -100,6 +100,25 @@ def _refused() -> list[str]:
         error_of(lambda: data_parallel(Given().double())),
         error_of(lambda: data_parallel(_Sparse())),
     ]
+
+
+def _too_late() -> list[str]:
+    one, _ = ng.prepare(nn.Sequential(nn.Linear(SIDE, SIDE)), None, WIDE)
+    shards, tensor = (layout(**{kind: 2}) for kind in ("shard", "tensor"))
+    before = [id(p) for p in one.parameters()]
+    told = [
+        error_of(lambda: data_parallel(one)),
+        error_of(lambda: shard(one, shards)),
+        error_of(lambda: parallelize_tensor(one, tensor, {"0": "column"})),
+    ]
+    assert before == [id(p) for p in one.parameters()]
+    return told
+
+
+def test_a_prepared_model_is_not_spread_any_more() -> None:
+    for messages in run(2, _too_late):
+        for call, message in zip(("data_parallel", "shard", "parallelize_tensor"), messages, strict=True):
+            assert message.startswith(ConversionError.__name__) and f"prepared already: call {call} first" in message
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:

@@ -161,7 +161,8 @@ def _delayed_buffers() -> list[list[float]]:
     found = []
     for step in range(2):
         x = torch.ones(4, 64) * (1 + step) * (1 + dist.get_rank())
-        model(x).sum().backward()
+        for part in (x, x / 4):  # DDP sends buffers before a forward: what the first has recorded would be lost
+            model(part).sum().backward()
         found.append([float(model.module[0].get_buffer("input_amax_history")[0])])
         optimizer.step()
     found.append(model.module[0].get_buffer("input_amax_history")[1:].tolist()[-2:])
@@ -208,3 +209,23 @@ def test_a_prepared_model_that_ddp_wraps_is_refused_where_gradients_are_cast() -
     for narrow, wide in run(2, _wrapped_late):
         assert "wrap the model first, then call narrowgauge.prepare" in narrow
         assert not wide
+
+
+def _prepared_inside(recipe: str) -> tuple[str, bool]:
+    """What a forward says where the model in a wrapper was prepared, and whether ranks have equal gradients."""
+    wrapped = DistributedDataParallel(tiny_gpt())
+    model, _ = ng.prepare(wrapped.module, torch.optim.AdamW(wrapped.parameters()), recipe)
+    told = error_of(lambda: wrapped(*batch(dist.get_rank()))[1].backward())
+    if told:
+        return told, False
+    mine = values(model.lm_head.weight.grad)
+    largest = mine.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return told, torch.equal(mine, largest)
+
+
+def test_a_model_that_was_prepared_inside_its_wrapper_is_averaged_or_refused() -> None:
+    for told, _ in run(2, _prepared_inside, "narrow8"):
+        assert "wrap the model first, then call narrowgauge.prepare" in told
+    # torch's own gradients, of parameters as DDP found them
+    assert run(2, _prepared_inside, "fp8_current") == [("", True)] * 2

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from narrowgauge.distributed import wire
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, ConversionError
+from narrowgauge.layers.gradient_hooks import KeptGradient
 from narrowgauge.ops import reduce
 
 DIMENSIONS = ("pipeline", "data", "shard", "tensor")  # from the slowest link to the fastest: ranks of a node are near
@@ -108,6 +109,14 @@ def layout(
         )
     kind = device_type or ("cuda" if "nccl" in dist.get_backend() else "cpu")
     return Layout(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=DIMENSIONS))
+
+
+def check_unprepared(model: nn.Module, call: str) -> None:
+    """Raise ConversionError for a model that `prepare` has made ready: its optimizer would step what is replaced."""
+    if any(KeptGradient.of(p) is not None for p in model.parameters()) or hasattr(model, "_narrowgauge_notes"):
+        raise ConversionError(
+            f"the model is prepared already: call {call} first, then build the optimizer, then narrowgauge.prepare"
+        )
 
 
 def attach(model: nn.Module, layout: Layout) -> None:

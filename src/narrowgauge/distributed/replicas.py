@@ -15,7 +15,7 @@ from narrowgauge.distributed import ddp, wire
 from narrowgauge.distributed import partition as whole_tensors
 from narrowgauge.distributed.collectives import Group
 from narrowgauge.distributed.gradients import GradientReducer
-from narrowgauge.distributed.layout import GroupReducer, Layout, attach, layout_of
+from narrowgauge.distributed.layout import GroupReducer, Layout, attach, check_unprepared, layout_of
 from narrowgauge.errors import ConversionError, NarrowgaugeError
 from narrowgauge.layers import gradients
 from narrowgauge.layers.gradient_hooks import KeptGradient
@@ -71,8 +71,7 @@ def data_parallel(
             "expected a model, found one that DistributedDataParallel has wrapped, which averages gradients itself: "
             "prepare it as it is, or pass model.module to data_parallel instead"
         )
-    if any(KeptGradient.of(p) is not None for p in model.parameters()) or hasattr(model, "_narrowgauge_notes"):
-        raise ConversionError("the model is prepared already: call data_parallel first, then narrowgauge.prepare")
+    check_unprepared(model, "data_parallel")
     if isinstance(over, Layout):
         attach(model, over)
         group = over.group("data")
@@ -130,12 +129,19 @@ def share_of_batch(model: nn.Module, samples: int) -> Iterator[None]:
     samples: of which the loss on this rank is the mean: sequences, or tokens; 0 for a rank whose data have run out,
     which takes part without a backward. Every rank enters the context, once for each step, with one backward or one
     `accumulate` in it. Gradients become sum(samples * gradient) / sum(samples) over the ranks. Does nothing for a model
-    of one process. Raises NarrowgaugeError for a count below 0, and for a second backward.
+    of one process. Raises NarrowgaugeError for a count below 0, for a second backward, and for models whose gradients
+    torch averages: those of DistributedDataParallel and of fully_shard.
     """
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
         raise NarrowgaugeError(f"samples={samples!r}: expected the number of samples on this rank, 0 or more")
     owners = [owner for p in trainable(model) if (owner := KeptGradient.of(p)) is not None]
     sink = next((owner.sink for owner in owners if owner.sink is not None), None)
+    if sink is None and _is_sharded(model) and dist.get_world_size() > 1:
+        raise NarrowgaugeError(
+            "share_of_batch: expected a model of narrowgauge.distributed.data_parallel, found one that fully_shard has "
+            "sharded, whose parameters every rank takes part in gathering: give every rank a batch, and multiply its "
+            "loss by samples * ranks / (samples of all ranks)"
+        )
     if sink is None:
         yield
         return

@@ -16,7 +16,7 @@ from torch import nn
 
 from narrowgauge.distributed import codec
 from narrowgauge.distributed.gathering import AsOperand, AsStored, InBlocks, Route, Scales, operand_spec
-from narrowgauge.distributed.layout import Layout, attach, layout_of
+from narrowgauge.distributed.layout import Layout, attach, check_unprepared, layout_of
 from narrowgauge.distributed.scattering import ModuleTraffic
 from narrowgauge.errors import ConfigError, ConversionError, RecipeError
 from narrowgauge.recipes.spec import CastSpec, Recipe
@@ -42,12 +42,13 @@ def shard(
     weights in 8 bits, sharded masters); None: True for the blocks, False for the root, which backward begins with.
     offload "cpu": parameters, gradients and states live on the host.
 
-    Raises ConfigError where the layout has no shards, ConversionError for what is no module.
+    Raises ConfigError where the layout has no shards, ConversionError for what is no module, or is prepared already.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     if not isinstance(model, nn.Module):
         raise ConversionError(f"expected a torch.nn.Module to shard, found {type(model).__name__}")
+    check_unprepared(model, "shard")
     if layout.size("shard") == 1:
         raise ConfigError("expected a layout with shard > 1, found shard 1: leave `shard` out, or give it ranks")
     if offload not in (None, "cpu"):

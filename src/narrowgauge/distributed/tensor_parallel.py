@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.distributed import tensor_group, tensor_plan
-from narrowgauge.distributed.layout import Layout, attach
+from narrowgauge.distributed.layout import Layout, attach, check_unprepared
 from narrowgauge.distributed.parallel_layers import Column, Head, PartedLinear, PartedParameters, Row
 from narrowgauge.distributed.partial_gradients import SummedParameters
 from narrowgauge.distributed.sections import Sections
@@ -55,8 +55,10 @@ def parallelize_tensor(
     A GPT's forward(ids, targets) returns this rank's part of the logits [B, T, part of the vocabulary] beside the loss;
     forward(ids) returns all of them, on every rank. An embedding and a head that are tied stay so.
 
-    Raises ConversionError for heads or features that do not divide, and for what cannot be parted.
+    Raises ConversionError for heads or features that do not divide, for what cannot be parted, and for a model that is
+    prepared already.
     """
+    check_unprepared(model, "parallelize_tensor")
     ranks = layout.size("tensor")
     attach(model, layout)
     if ranks == 1:
