@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from ranks import run
 from runs import ranks_of
 
+from narrowgauge import distributed
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 from narrowgauge.observe import journal
 from narrowgauge.train import loop
@@ -17,6 +19,7 @@ from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.events import Event, Status, StepDone
 from narrowgauge.train.ranks import Ranks
 from narrowgauge.train.sections import ParallelConfig
+from narrowgauge.train.spread import spread
 
 pytestmark = pytest.mark.multiproc
 
@@ -103,6 +106,40 @@ def test_a_folder_that_is_taken_is_refused_on_all_ranks(make_values: Any) -> Non
     run(2, _train, values, timeout_s=300)
     (message,) = set(run(2, _refused, values))
     assert message.startswith("ConfigError: name='taken': expected a new run")
+
+
+def _refused_where_values_differ(values: dict[str, Any]) -> str:
+    if dist.get_rank() == 1:
+        values |= {"recipe": "fp32", "optimizer": {"lr": 0.5}}
+    return _refused(values)
+
+
+def test_processes_that_were_given_different_values_say_which(make_values: Any) -> None:
+    (message,) = set(run(2, _refused_where_values_differ, make_values("differing", {"data": 2})))
+    assert message.startswith("ProcessError: the processes of this run disagree")
+    assert message.splitlines()[1:] == [
+        "  optimizer.lr: 0.001 on rank 0; 0.5 on rank 1", "  recipe: narrow8 on rank 0; fp32 on rank 1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "function", "options"),
+    [
+        (ParallelConfig(data=2, partition=True), "data_parallel", {"partition": True}),
+        (ParallelConfig(data=2), "data_parallel", {"partition": False}),
+        (ParallelConfig(shard=2, reshard=False), "shard", {"reshard_after_forward": False}),
+        (ParallelConfig(shard=2), "shard", {"reshard_after_forward": True}),
+        (ParallelConfig(tensor=2, sequence=False), "parallelize_tensor", {"sequence": False}),
+        (ParallelConfig(tensor=2), "parallelize_tensor", {"sequence": True}),
+        (ParallelConfig(pipeline=2, schedule="zero_bubble"), "split_pipeline", {"schedule": "zero_bubble"}),
+    ],
+)
+def test_options_reach_what_spreads_the_model(config: ParallelConfig, function: str, options: dict[str, Any]) -> None:
+    names = ("data_parallel", "shard", "parallelize_tensor", "split_pipeline")
+    with mock.patch.multiple(distributed, **{name: mock.DEFAULT for name in names}) as mocks:
+        spread(mock.sentinel.model, config, Ranks(mock.sentinel.layout))
+    mocks[function].assert_called_once_with(mock.sentinel.model, mock.sentinel.layout, **options)
+    assert not any(mocks[name].called for name in names if name != function)
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,14 @@ def run(config: TrainConfig, on_event: OnEvent = ignore, launch: Launch | None =
 
     Raises:
         ConfigError, RecipeError: the configuration does not hold together, or the folder is taken.
+        ProcessError: the processes of the run were given different configurations.
         DataError: the text cannot be used.
         DivergenceError: the loss exploded, or too many steps in a row were skipped; the checkpoints stay.
         CheckpointError: the last checkpoint could not be written.
     """
     config.check()
     ranks = Ranks.of(config.parallel, config.torch_device())
+    ranks.check_same(dataclasses.asdict(config))
     earlier = ranks.from_first(lambda: interrupted_run(config, launch))
     if earlier is not None:
         return resume(earlier.run_dir, on_event, earlier.checkpoint)

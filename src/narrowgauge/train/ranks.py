@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from narrowgauge.distributed import Layout, layout
+from narrowgauge.distributed import Layout, agreement, layout
 from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.errors import ConfigError, NarrowgaugeError
 from narrowgauge.ops.reduce import any_of
@@ -40,6 +40,14 @@ class Ranks:
             )
         sizes = {"data": config.data, "shard": config.shard, "tensor": config.tensor, "pipeline": config.pipeline}
         return cls(layout(**sizes, device_type=device.type))
+
+    def check_same(self, values: Mapping[str, Any]) -> None:
+        """Raise ProcessError, with keys, values and ranks, where the processes were given different ones.
+
+        values: nested, fit for JSON. All processes would go by the first one's, which is not what was asked for.
+        """
+        if self.layout is not None:
+            agreement.check({agreement.EVERYONE: _flat(values)})
 
     @property
     def is_first(self) -> bool:
@@ -110,6 +118,14 @@ class Ranks:
 
 
 ONE = Ranks()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by the keys that a command line has for them, e.g. "optimizer.lr"."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
 
 
 def finite_name(norm: float, name: Callable[[], str], ranks: Ranks) -> str:

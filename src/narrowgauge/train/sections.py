@@ -140,7 +140,7 @@ class ParallelConfig:
         reshard: with shard: free gathered parameters after each forward (as ZeRO-3); false keeps them until backward
             (as ZeRO-2).
         partition: with data: each replica keeps the optimizer state of its own tensors only (ZeRO-1).
-        schedule: of the pipeline: gpipe, 1f1b, interleaved or zero_bubble.
+        schedule: of the pipeline: gpipe, 1f1b, interleaved, zero_bubble or zbv.
         timeout_s: seconds after which a rank that does not answer ends the run.
     """
 
