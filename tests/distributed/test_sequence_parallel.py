@@ -173,6 +173,28 @@ def test_activation_checkpointing_changes_no_bit(recipe: str) -> None:
     assert run(2, _checkpointed, recipe) == [(True, 0.0), (True, 0.0)]
 
 
+def _evaluated_between() -> bool:
+    """Backward recomputes parted sequences, also after a forward of others that are not."""
+    model: Any = tiny_gpt(**LLAMA)
+    model.activation_checkpointing = True
+    _parallel(model)
+    found = []
+    for between in (False, True):
+        loss = model.train()(*batch(1))[1]
+        if between:
+            with torch.no_grad():
+                model.eval()(*batch(2, tokens=15))
+            model.train()
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    return all(map(torch.equal, *found))
+
+
+def test_a_forward_of_other_sequences_before_backward_changes_no_bit() -> None:
+    assert run(2, _evaluated_between) == [True, True]
+
+
 def _sent(recipe: str) -> tuple[set[tuple[str, torch.dtype]], int, list[int]]:
     model: Any = tiny_gpt(width=128, heads=2, ffn_width=256, layers=2, tied_embeddings=False)
     _parallel(model)
