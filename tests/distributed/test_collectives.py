@@ -17,8 +17,8 @@ from narrowgauge.distributed import codec, collectives, wire
 from narrowgauge.distributed.buckets import plan
 from narrowgauge.distributed.feedback import ErrorFeedback
 from narrowgauge.distributed.reduction import Reduction, wide_values
-from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, FP32, INT8
+from narrowgauge.errors import NarrowgaugeError, RecipeError
+from narrowgauge.numerics.formats import BF16, E2M1FN, E4M3FN, E5M2, FP16, FP32, INT8
 from narrowgauge.recipes.casts import WIRE
 
 ROLE = "grad_comm"
@@ -143,6 +143,31 @@ def test_groups_of_some_ranks_and_every_collective() -> None:
     assert "process 1 is not in the group" in told
     sent = [codec.decode(codec.encode(_values(rank, 300).view(2, 150), WIRE), 150, WIRE) for rank in (0, 2)]
     assert torch.equal(torch.stack([first, last]), (sent[0] + sent[1]) / 2)
+
+
+def _misused() -> list[str]:
+    x, wide = torch.ones(200), torch.zeros(200, 2)
+    told = []
+    for out in (torch.zeros(199), torch.zeros(201), wide[:, 0], torch.zeros(200, dtype=torch.float16)):
+        with pytest.raises(NarrowgaugeError) as caught:
+            collectives.all_reduce(x, WIRE, None, ROLE, out=out)
+        told.append(str(caught.value))
+    with pytest.raises(NarrowgaugeError) as caught:
+        collectives.all_gather(x, WIRE, None, ROLE, out=torch.zeros(200))
+    assert not wide.any()
+    told.append(str(caught.value))
+    for spec in (ng.CastSpec(E4M3FN), ng.CastSpec(E4M3FN, ng.Block(2, 128)), ng.CastSpec(FP16)):
+        with pytest.raises(RecipeError, match=r"grad_comm=.*expected blocks along rows"):
+            collectives.all_reduce(x, spec, None, ROLE)
+    return told
+
+
+@pytest.mark.multiproc
+def test_what_cannot_travel_or_be_taken_is_refused_before_anything_is_sent() -> None:
+    for short, long, strided, half, gathered in run(2, _misused, timeout_s=TIMEOUT_S):
+        assert "tensor of 200 values, found torch.float32 [199]" in short and "[201]" in long
+        assert "[200], not contiguous" in strided and "torch.float16 [200]" in half
+        assert "tensor of 400 values" in gathered
 
 
 def _stochastic() -> Tensor:

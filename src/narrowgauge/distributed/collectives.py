@@ -64,8 +64,9 @@ def all_gather(
 
     out: contiguous, of ranks * n values, float32 or bfloat16: it takes them instead.
     """
-    ranks, rank = _place(group)
+    ranks, rank = _place(group, role, spec)
     numel = values.numel()
+    _check_out(out, ranks * numel)
     sent = codec.encode_flat(values, 1, numel, spec, key, stream=_stream(rank, 1))
     return _gathered(sent, ranks, spec, group, role, numel, ranks * numel, (ranks, numel), out)
 
@@ -84,7 +85,7 @@ def reduce_scatter(
 
     feedback: of this very reduction in every step, see `ErrorFeedback`.
     """
-    ranks, rank = _place(group)
+    ranks, rank = _place(group, role, spec)
     numel = _part_of(values, ranks)
     residual = None if feedback is None else feedback.sent(values)
     sent = codec.encode_flat(values, ranks, numel, spec, key, stream=_stream(rank, 0), residual=residual)
@@ -108,8 +109,9 @@ def all_reduce(
     feedback: of this very reduction in every step, see `ErrorFeedback`. out: contiguous, of n values, float32 or
     bfloat16, e.g. `values` itself: it takes the result instead.
     """
-    ranks, rank = _place(group)
+    ranks, rank = _place(group, role, spec)
     numel, part = values.numel(), padded(values.numel(), spec, ranks) // ranks
+    _check_out(out, numel)
     residual = None if feedback is None else feedback.sent(values)
     sent = codec.encode_flat(values, ranks, part, spec, key, stream=_stream(rank, 0), residual=residual)
     work, received = _exchanged(sent, ranks, spec, group, role)
@@ -125,7 +127,7 @@ def all_reduce(
 
 def all_to_all(values: Tensor, spec: CastSpec, group: Group, role: str, *, key: Tensor | None = None) -> Pending:
     """Rows for every rank: `values` [ranks, n], row r to rank r, give float32 [ranks, n], row r from rank r."""
-    ranks, rank = _place(group)
+    ranks, rank = _place(group, role, spec)
     numel = _part_of(values, ranks)
     sent = codec.encode_flat(values, ranks, numel, spec, key, stream=_stream(rank, 0))
     work, received = _exchanged(sent, ranks, spec, group, role)
@@ -134,7 +136,7 @@ def all_to_all(values: Tensor, spec: CastSpec, group: Group, role: str, *, key: 
 
 def send(values: Tensor, spec: CastSpec, to: int, group: Group, role: str, *, key: Tensor | None = None) -> None:
     """Send values of any shape to rank `to` of the group; it calls `recv` with their shape."""
-    _, rank = _place(group)
+    _, rank = _place(group, role, spec)
     buffer = codec.encode_flat(values, 1, values.numel(), spec, key, stream=_stream(rank, 0)).flatten()
     if buffer.numel():
         dist.send(buffer, group=group, group_dst=to)
@@ -149,14 +151,27 @@ def recv(shape: torch.Size, spec: CastSpec, source: int, group: Group, device: t
     return codec.decode(buffer.view(1, -1), shape.numel(), spec).view(shape)
 
 
-def _place(group: Group) -> tuple[int, int]:
-    """Ranks of the group, and this process's place among them."""
+def _place(group: Group, role: str, spec: CastSpec) -> tuple[int, int]:
+    """Ranks of the group, and this process's place among them. Raises RecipeError for a cast that cannot travel."""
+    codec.check(role, spec)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise NarrowgaugeError(
             f"process {dist.get_rank()} is not in the group that it communicates over: let only its ranks call this"
         )
     return ranks, rank
+
+
+def _check_out(out: Tensor | None, numel: int) -> None:
+    """Raise NarrowgaugeError for a tensor that does not take `numel` values."""
+    if out is None:
+        return
+    if out.numel() != numel or not out.is_contiguous() or out.dtype not in (torch.float32, torch.bfloat16):
+        layout = "" if out.is_contiguous() else ", not contiguous"
+        raise NarrowgaugeError(
+            f"out: expected a contiguous float32 or bfloat16 tensor of {numel} values, found {out.dtype} "
+            f"{list(out.shape)}{layout}"
+        )
 
 
 def _part_of(values: Tensor, ranks: int) -> int:
