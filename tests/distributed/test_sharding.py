@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.distributed import codec
+from narrowgauge.distributed.gathering import InBlocks
 from narrowgauge.distributed.layout import layout
 from narrowgauge.distributed.sharding import shard
 from narrowgauge.distributed.wire import CONTROL, counted
@@ -183,6 +184,20 @@ def test_resharding_offload_and_checkpoints_change_no_bit() -> None:
             "default": 5, "reshard True": 6, "reshard False": 3, "offload": 5, "checkpointed": 5,
             "selectively checkpointed": 5,
         }  # fmt: skip
+
+
+def _received_bytes() -> tuple[int, int]:
+    """Of parameters that were gathered in blocks and are still there: bytes as received, and as decoded."""
+    model, _ = _prepared(_recipe("narrow8"), shard=2, reshard_after_forward=False)
+    model(*batch(0))
+    found = [p for p in model._narrowgauge_sharding.parameters if isinstance(p.route, InBlocks)]  # type: ignore[union-attr]
+    received = sum(memory.untyped_storage().nbytes() for p in found for memory in p.all_gather_outputs)
+    return received, sum(memory.untyped_storage().nbytes() for p in found for memory in p._unsharded_inner_tensors)
+
+
+def test_received_blocks_are_freed_once_they_are_decoded() -> None:
+    tables = 2 * 64 * 64  # embedding and head, in bfloat16
+    assert run(2, _received_bytes) == [(0, 2 * tables)] * 2
 
 
 def _hybrid() -> tuple[Step, Step]:
