@@ -18,6 +18,7 @@ from narrowgauge.distributed import (
     replicas,
     sharding,
     tensor_parallel,
+    wire,
 )
 from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.errors import ConversionError, RecipeError
@@ -129,6 +130,7 @@ def prepare(
     model._narrowgauge_notes = tuple(notes)  # type: ignore[assignment]
     for warning in (*stored.warnings, *(doubt for _, each in later for doubt in doubts(model, each))):
         warnings.warn(warning, stacklevel=2)
+    wire.SINCE_STEP.clear()  # what made the ranks alike is no part of the first step
     return model, optimizer  # type: ignore[return-value]
 
 

@@ -140,6 +140,22 @@ def test_all_begin_with_the_values_of_the_first_rank() -> None:
     assert torch.equal(first[0], nn.Linear(4, 4).weight)
 
 
+def _ledger() -> list[int | None]:
+    """Bytes on the wire by the ledger: before a step, and of the first one."""
+    model = data_parallel(tiny_gpt())
+    model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters()), "narrow8")
+    found = [ng.ledger(model, optimizer).wire]
+    model(*batch(0))[1].backward()
+    return [*found, ng.ledger(model, optimizer).wire]
+
+
+def test_the_ledger_does_not_count_the_first_values_as_part_of_a_step() -> None:
+    parameters = sum(p.numel() for p in tiny_gpt().parameters())
+    for before, step in run(2, _ledger):
+        assert before == 0
+        assert 1.0 < step / parameters < 1.05  # a byte and 1/128, and small ones in float32
+
+
 def _average_of(recipe: Recipe, own: float, other: float, repeats: int = 1) -> tuple[Tensor, Tensor, bool]:
     """The mean gradients where all values of a rank are the same, and whether the step was skipped."""
     model, optimizer = prepared(recipe)

@@ -122,6 +122,23 @@ def _bytes(rows: list[Any], dtype: torch.dtype) -> tuple[int, int]:
     return row.calls, row.bytes
 
 
+def _prepared_again() -> list[set[torch.dtype]]:
+    """What travels between stages by one recipe, and then by another."""
+    pipeline, found = split("1f1b"), []
+    optimizer: Any = torch.optim.AdamW(pipeline.model.parameters())
+    for recipe in ("narrow8", "bf16"):
+        _, optimizer = ng.prepare(pipeline.model, optimizer, recipe)
+        with wire.counted() as count:
+            pipeline.step(batches())
+        found.append({row.dtype for row in count.rows if row.role == "pipeline_comm"})
+        optimizer.zero_grad()
+    return found
+
+
+def test_preparing_again_changes_what_travels() -> None:
+    assert run(2, _prepared_again) == [[{torch.uint8}, {torch.bfloat16}]] * 2
+
+
 def test_the_wire_carries_bytes_and_their_scales() -> None:
     values = 2 * 16 * 64  # a micro-batch
     narrow = run(2, _step, "1f1b", "narrow8")
