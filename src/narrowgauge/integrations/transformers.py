@@ -141,7 +141,7 @@ class Trainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch."""
-        self._look_for_labels(inputs, num_items_in_batch)
+        is_empty = self._has_no_labels(inputs, num_items_in_batch)
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException as error:
@@ -149,6 +149,8 @@ class Trainer(transformers.Trainer):
             raise
         if self.accelerator.sync_gradients:
             self._end_sum(None)
+            if is_empty:
+                model.zero_grad(set_to_none=True)  # of zeros, by which moments would decay, and parameters still move
         return loss
 
     def _end_sum(self, error: BaseException | None) -> None:
@@ -156,16 +158,20 @@ class Trainer(transformers.Trainer):
         if summing is not None:
             summing.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _look_for_labels(self, inputs: Any, num_items_in_batch: Any) -> None:
+    def _has_no_labels(self, inputs: Any, num_items_in_batch: Any) -> bool:
+        """Warn, and return True, where no token of the whole step has a label, so that its loss is NaN."""
         labels = inputs.get("labels") if hasattr(inputs, "get") else None
         if not isinstance(labels, Tensor) or labels.is_floating_point() or not bool((labels == IGNORED).all()):
-            return
-        if num_items_in_batch is None or int(num_items_in_batch) == 0:
-            warnings.warn(
-                f"step {self.state.global_step + 1}: all {labels.numel()} labels are {IGNORED}, so that the loss is an "
-                "average of nothing: the step is skipped; leave such examples out, or look at what masks the labels",
-                stacklevel=2,
-            )
+            return False
+        is_alone = self.current_gradient_accumulation_steps == 1 and not self._is_distributed
+        if not is_alone if num_items_in_batch is None else int(num_items_in_batch) != 0:
+            return False
+        warnings.warn(
+            f"step {self.state.global_step + 1}: all labels are {IGNORED}, and the loss is an average of nothing: the "
+            "step changes nothing; leave such examples out, or look at what masks the labels",
+            stacklevel=3,
+        )
+        return True
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers evaluates; the model runs by the recipe also before it was trained."""
