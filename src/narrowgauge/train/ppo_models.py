@@ -51,7 +51,8 @@ def prepared(
     ours = dict(policy.named_parameters())
     equal = {name for name, p in reference.named_parameters() if name in ours and _equal(p, ours[name])}
     frozen = frozen_models.reference_of(reference, policy, reference_recipe, recipe)
-    rates = (config.learning_rate, config.value_learning_rate or config.learning_rate)
+    value_rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
+    rates = (config.learning_rate, value_rate)
     trained = [
         _trained(model, None if optimizers is None else optimizers[i], rates[i], recipe, config)
         for i, model in enumerate((policy, value))

@@ -110,7 +110,8 @@ def checked_prompts(
             raise DataError(f"prompt {number} is empty: expected at least one token id, e.g. the beginning of a text")
         for i in ids:
             if i < 0 or (vocabulary is not None and i >= vocabulary):
-                raise DataError(f"prompt {number}: token id {i}, expected 0 to {(vocabulary or 0) - 1}")
+                expected = "at least 0" if vocabulary is None else f"0 to {vocabulary - 1}"
+                raise DataError(f"prompt {number}: token id {i}, expected {expected}: was another tokenizer used?")
         if room is not None and len(ids) > room:
             if long_prompts == "error":
                 raise DataError(
