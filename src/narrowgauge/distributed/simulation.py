@@ -66,6 +66,8 @@ def without_values(model: nn.Module, layout: Layout | None = None) -> Iterator[N
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
             except DataDependentOutputException:
+                if func is torch.ops.aten.equal.default:
+                    return True
                 if func is not torch.ops.aten._local_scalar_dense.default:
                     raise
                 return _number(args[0].dtype)

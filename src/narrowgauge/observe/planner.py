@@ -124,8 +124,8 @@ def plan(
     name, config = config_of(model)
     tokens = config.context if sequence_length is None else count("sequence_length", sequence_length, MOST_TOKENS)
     step = Step(batch_size, tokens, accumulation, checkpointing == "full")
-    check(spread, step)
     plan_rank.parts(config, spread)
+    check(spread, step)
     activations = saved(config, resolved, batch_size, tokens, step.recomputes)
     return plan_gpt(config, resolved, spread, step, activations, name)
 
