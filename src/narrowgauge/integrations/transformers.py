@@ -175,8 +175,14 @@ class Trainer(transformers.Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers evaluates; the model runs by the recipe also before it was trained."""
-        if self._prepared is not self.model:
+        if self._prepared is not self.model and not self._is_distributed:
             self.create_optimizer()
+        elif self._prepared is not self.model:
+            warnings.warn(
+                "evaluated before training in several processes, where the model is not prepared yet: its layers run "
+                "in the recipe's compute dtype",
+                stacklevel=2,
+            )
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -215,8 +221,8 @@ class Trainer(transformers.Trainer):
             name_dtype(Path(output_dir or str(self.args.output_dir)), plain)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / STATE, self.model, self._own_optimizer())  # of several processes, all write
         if self.args.should_save:
-            save(Path(output_dir) / STATE, self.model, self._own_optimizer())
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
