@@ -170,7 +170,7 @@ def test_grpo_with_a_function_of_the_working_directory(files: Path, model: Path)
 
 def test_a_reward_of_nan_ends_the_run_and_is_named(files: Path, model: Path, capsys) -> None:
     assert main(grpo(model, "runs/a", "tiny_rewards:nan")) == 1
-    assert "reward function 'tiny_rewards:nan' returned nan for completion 0" in capsys.readouterr().err
+    assert "reward function 'nan' returned nan for completion 0" in capsys.readouterr().err
 
 
 Change = Callable[[Path], object]
