@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,10 +196,15 @@ def test_what_the_hook_cannot_join_is_refused() -> None:
         assert "gradient_as_bucket_view=False" in views
 
 
+ROUNDED = WIDE.replace(name="rounded", param=ng.CastSpec(ng.formats.BF16, rounding=ng.STOCHASTIC))
+
+
 def _wrapped_late() -> list[str]:
     found = []
-    for recipe in (NARROW, WIDE):
-        model, _ = ng.prepare(Given(), None, recipe)
+    for recipe in (NARROW, WIDE, ROUNDED):
+        with warnings.catch_warnings():  # prepared without the optimizer that rounds
+            warnings.simplefilter("ignore")
+            model, _ = ng.prepare(Given(), None, recipe)
         wrapped = DistributedDataParallel(model)
         found.append(error_of(lambda wrapped=wrapped: wrapped(torch.ones(64, 64), 1.0)))
     wrapped, _ = ng.prepare(DistributedDataParallel(ng.prepare(Given(), None, NARROW)[0]), None, NARROW)
@@ -205,10 +212,12 @@ def _wrapped_late() -> list[str]:
     return found
 
 
-def test_a_prepared_model_that_ddp_wraps_is_refused_where_gradients_are_cast() -> None:
-    for narrow, wide in run(2, _wrapped_late):
-        assert "wrap the model first, then call narrowgauge.prepare" in narrow
+def test_a_prepared_model_that_ddp_wraps_is_refused_where_ranks_would_part() -> None:
+    for narrow, wide, rounded in run(2, _wrapped_late):
+        assert "gradients are cast to 8 bits before" in narrow
         assert not wide
+        assert "random bits of its own" in rounded
+        assert all("wrap the model first, then call narrowgauge.prepare" in told for told in (narrow, rounded))
 
 
 def _prepared_inside(recipe: str) -> tuple[str, bool]:

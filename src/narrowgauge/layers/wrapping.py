@@ -50,7 +50,7 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            _check_wrapper(self.module)
+            _check_wrapper(self.module, self.recipe)
         device_type = device_of(self.module).type
         if device_type == "meta":  # which has no autocast, and no values
             check_all_meta(args, kwargs)
@@ -62,14 +62,24 @@ class AutocastForward:
             return self.plain(*args, **kwargs)
 
 
-def _check_wrapper(model: nn.Module) -> None:
-    """Raise ConversionError where torch's DDP has wrapped a prepared model: it would average gradients cast before."""
+def _check_wrapper(model: nn.Module, recipe: Recipe) -> None:
+    """Raise ConversionError where torch's DDP is around a model that was prepared alone, and ranks would part.
+
+    It would average gradients that were cast before, or let each rank round its own updates stochastically.
+    """
     around = DistributedDataParallel._get_active_ddp_module()
-    if around is not None and around.module is model and gradients.casts_alone(model):
-        raise ConversionError(
-            "DistributedDataParallel has wrapped a model that was prepared before, whose gradients are cast to 8 bits "
-            "before it averages them: wrap the model first, then call narrowgauge.prepare"
-        )
+    if around is None or around.module is not model:
+        return
+    if gradients.casts_alone(model):
+        what = "whose gradients are cast to 8 bits before it averages them"
+    elif recipe.param.is_stochastic:
+        what = "whose updates each rank would round by random bits of its own"
+    else:
+        return
+    raise ConversionError(
+        f"DistributedDataParallel is around a model that was prepared alone, {what}: wrap the model first, then call "
+        "narrowgauge.prepare with the wrapper"
+    )
 
 
 def check_all_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
