@@ -112,13 +112,15 @@ def _too_late() -> list[str]:
         error_of(lambda: parallelize_tensor(one, tensor, {"0": "column"})),
     ]
     assert before == [id(p) for p in one.parameters()]
-    return told
+    parted = shard(nn.Sequential(nn.Linear(SIDE, SIDE)), shards)
+    return [*told, error_of(lambda: shard(parted, shards))]
 
 
 def test_a_prepared_model_is_not_spread_any_more() -> None:
     for messages in run(2, _too_late):
-        for call, message in zip(("data_parallel", "shard", "parallelize_tensor"), messages, strict=True):
-            assert message.startswith(ConversionError.__name__) and f"prepared already: call {call} first" in message
+        calls = (f"prepared already: call {name} first" for name in ("data_parallel", "shard", "parallelize_tensor"))
+        for words, message in zip((*calls, "sharded already"), messages, strict=True):
+            assert message.startswith(ConversionError.__name__) and words in message
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:

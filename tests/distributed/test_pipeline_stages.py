@@ -185,8 +185,8 @@ def test_what_cannot_be_split_or_run_is_refused_with_a_remedy() -> None:
     expected = [
         ("ConversionError", "2 pipeline stages, found 1 blocks: use fewer"),
         ("ConversionError", "4 pipeline stages, found 3 blocks: use fewer"),
-        ("ConfigError", "schedule '1f1' is not offered; did you mean '1f1b'?"),
-        ("ConfigError", "schedule 'dualpipev' is not offered"),
+        ("ConfigError", "pipeline schedule '1f1' is not offered: expected gpipe, 1f1b, interleaved, zero_bubble, zbv"),
+        ("ConfigError", "pipeline schedule 'dualpipev' is not offered: expected gpipe"),
         ("ConfigError", "has 1 stage a rank, found stages_per_rank=2: leave it out"),
         ("ConfigError", "expected 2 costs"),
         ("ConversionError", "found Linear: give its parts"),

@@ -42,7 +42,7 @@ def process_group(config: TrainConfig) -> Iterator[None]:
         started = f"torchrun started {found}" if "WORLD_SIZE" in os.environ else "found one"
         raise ConfigError(
             f"parallel {config.parallel}: expected {wanted} processes, {started}: start "
-            f"`torchrun --nproc-per-node {wanted} -m narrowgauge train ...`, or change parallel.data"
+            f"`torchrun --nproc-per-node {wanted} -m narrowgauge` with this command, or change the sizes of `parallel`"
         )
     if wanted == 1:
         yield

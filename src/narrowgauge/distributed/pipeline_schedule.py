@@ -86,7 +86,9 @@ def schedule_named(name: str) -> Schedule:
     """Raises ConfigError for an unknown name, e.g. those of torch's schedules that are not offered."""
     found = SCHEDULES.get(name) if isinstance(name, str) else None
     if found is None:
-        raise ConfigError(f"schedule {name!r} is not offered{closest(str(name), SCHEDULES)}")
+        raise ConfigError(
+            f"pipeline schedule {name!r} is not offered: expected {', '.join(SCHEDULES)}{closest(str(name), SCHEDULES)}"
+        )
     return found
 
 

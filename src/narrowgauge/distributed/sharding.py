@@ -42,13 +42,16 @@ def shard(
     weights in 8 bits, sharded masters); None: True for the blocks, False for the root, which backward begins with.
     offload "cpu": parameters, gradients and states live on the host.
 
-    Raises ConfigError where the layout has no shards, ConversionError for what is no module, or is prepared already.
+    Raises ConfigError where the layout has no shards, ConversionError for what is no module, or is sharded or prepared
+    already.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     if not isinstance(model, nn.Module):
         raise ConversionError(f"expected a torch.nn.Module to shard, found {type(model).__name__}")
     check_unprepared(model, "shard")
+    if is_sharded(model):
+        raise ConversionError("the model is sharded already: call shard, or torch's fully_shard, once")
     if layout.size("shard") == 1:
         raise ConfigError("expected a layout with shard > 1, found shard 1: leave `shard` out, or give it ranks")
     if offload not in (None, "cpu"):
