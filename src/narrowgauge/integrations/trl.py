@@ -63,6 +63,7 @@ class _RecipeTrainer(Trainer):
 
     _config: type[Any]
     _has_fused_head = True
+    _has_frozen = False
     ref_model: Any = None
     reward_funcs: list[Any]
 
@@ -89,7 +90,7 @@ class _RecipeTrainer(Trainer):
                 "directly, in the compute dtype: leave the head out of `include`, and in `exclude`"
             )
         self._check_left(given)
-        self._freeze_models()
+        self._freeze_once()
 
     @property
     def is_prepared(self) -> bool:
@@ -114,6 +115,11 @@ class _RecipeTrainer(Trainer):
 
     def _adjust(self, given: dict[str, Any]) -> None:
         """Change the arguments before TRL sees them."""
+
+    def _freeze_once(self) -> None:
+        if not self._has_frozen:
+            self._has_frozen = True
+            self._freeze_models()
 
     def _freeze_models(self) -> None:
         """Freeze the models beside the policy, once TRL has them."""
@@ -223,8 +229,8 @@ class DPOTrainer(_WithReference, trl.DPOTrainer):
         # TRL computes them before training begins; they are cached by the weights, and follow the recipe, too
         if self.ref_model is None:
             self.prepare_policy()
-        elif self.ref_model.training or not is_frozen(self.ref_model):
-            self._freeze_models()
+        else:
+            self._freeze_once()
         own, self._precompute_model_hash = self._precompute_model_hash, f"{self._precompute_model_hash} {self.recipe}"
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)

@@ -193,3 +193,44 @@ def test_the_report_says_what_is_frozen() -> None:
     assert ng.report(ng.freeze(model, "narrow8")).notes == (note,)
     trained, _ = prepared("fp8_lm_o3")
     assert ng.report(trained)["block"].reason.endswith("weight stored as E4M3FN")
+
+
+class Headed(nn.Module):
+    """A table, two layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(48, 64)
+        self.up, self.down, self.lm_head = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 48, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.table(ids)
+        return self.lm_head(x + self.down(F.gelu(self.up(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stored"),
+    [
+        ("fp8_current", 2),
+        ("fp8_rowwise", 2),
+        ("mxfp8", 2),
+        ("narrow8", 2),
+        ("fp8_delayed", 0),
+        ("nvfp4", 0),
+        ("bf16", 0),
+    ],
+)
+def test_exact_freezing_changes_no_bit_of_what_is_computed(recipe: str, stored: int) -> None:  # case 106
+    model, _ = ng.prepare(Headed(), None, recipe)
+    ids = torch.arange(48)[None]
+    with torch.no_grad():
+        before = model(ids)
+        frozen = ng.freeze(copy.deepcopy(model), recipe, exact=True)
+        assert torch.equal(frozen(ids), before)
+    names = {name for name, p in frozen.named_parameters() if isinstance(p.data, QuantizedTensor)}
+    assert names == ({"up.weight", "down.weight"} if stored else set())
+    assert not any(p.requires_grad for p in frozen.parameters())
+    if stored:
+        with torch.no_grad():  # all that can be stored in FP8: another table and another head
+            assert not torch.equal(ng.freeze(copy.deepcopy(model), recipe)(ids), before)
