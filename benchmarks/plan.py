@@ -16,6 +16,7 @@ import of torch included: on the wall clock, and of its processor time, which ot
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -125,6 +126,18 @@ def off(predicted: float, measured: float) -> float:
     return abs(predicted / measured - 1)
 
 
+def row_of(run: dict[str, Any]) -> list[str]:
+    """Of the table."""
+    both = [run[key] for key in ("predicted", "measured")]
+    return [
+        run["shape"],
+        run["recipe"],
+        *(f"{sum(each['roles'].values()):,}" for each in both),
+        *(f"{each['activation']:,}" for each in both),
+        f"{both[0]['peak_bytes'] / both[1]['peak_bytes']:.2f}",
+    ]
+
+
 def figures(runs: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str, dict[str, float]]:
     """Goals and what was measured, as the README's table reads them."""
     state = [off(sum(r["predicted"]["roles"].values()), sum(r["measured"]["roles"].values())) for r in runs]
@@ -152,26 +165,12 @@ def main() -> int:
         print(json.dumps(measure(*arguments.measure)))
         return 0
     seconds = seconds_of_the_answer()
-    runs = [
-        {
-            "shape": name,
-            "recipe": recipe,
-            "predicted": predict(name, recipe),
-            "measured": in_fresh_process(name, recipe),
-        }
-        for name in arguments.shapes
-        for recipe in RECIPES
-    ]
-    rows = [
-        [
-            r["shape"],
-            r["recipe"],
-            *(f"{sum(r[key]['roles'].values()):,}" for key in ("predicted", "measured")),
-            *(f"{r[key]['activation']:,}" for key in ("predicted", "measured")),
-            f"{r['predicted']['peak_bytes'] / r['measured']['peak_bytes']:.2f}",
-        ]
-        for r in runs
-    ]
+    runs = []
+    for name, recipe in itertools.product(arguments.shapes, RECIPES):
+        predicted, measured = predict(name, recipe), in_fresh_process(name, recipe)
+        runs.append({"shape": name, "recipe": recipe, "predicted": predicted, "measured": measured})
+        print(" | ".join(row_of(runs[-1])), file=sys.stderr, flush=True)
+    rows = [row_of(each) for each in runs]
     header = ["shape", "recipe", "state: plan", "ledger", "saved: plan", "SavedActivations", "peak: plan / process"]
     print(common.table(header, rows))
     found = figures(runs, seconds)
