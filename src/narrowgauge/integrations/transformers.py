@@ -41,7 +41,6 @@ from narrowgauge.train.checkpoint import load, save
 require("transformers", "5.0", "narrowgauge[hf]")
 
 import transformers  # noqa: E402
-from transformers.training_args import ParallelMode  # noqa: E402
 
 from narrowgauge.integrations.pretrained import name_dtype, plain_values, save_pretrained  # noqa: E402
 from narrowgauge.integrations.recipe_callback import RecipeCallback  # noqa: E402
@@ -104,7 +103,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def _is_distributed(self) -> bool:
-        return self.args.parallel_mode == ParallelMode.DISTRIBUTED
+        return self.accelerator.num_processes > 1  # the arguments call processes on CPUs none
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of the arguments, prepared with the model; in several processes once the model is wrapped."""
