@@ -64,7 +64,7 @@ def billions(size: float) -> str:
     for unit, name in ((1e12, "T"), (BILLION, "B"), (1e6, "M")):
         if size >= unit:
             value = size / unit
-            return f"{value:.1f}{name}" if value < 10 else f"{value:.0f}{name}"
+            return f"{value:.1f}".removesuffix(".0") + name if value < 10 else f"{value:.0f}{name}"
     return f"{size:.0f}"
 
 
