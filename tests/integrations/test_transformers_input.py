@@ -89,8 +89,8 @@ def test_a_checkpoint_in_fp8_is_trained_from_its_values_and_saved_again(tmp_path
         assert ("quantization_config" in config) == (name == "fp8")
         key = "model.layers.0.mlp.up_proj.weight"
         moved = (loaded.get_parameter(key).float() - values[key]).abs().mean()
-        # one step of Adam is 1e-3, shorter where 8-bit moments lose small gradients; bf16 adds 2^-9 of values about 0.08,
-        # E4M3 2^-4 at most
+        # one step of Adam is 1e-3, shorter where 8-bit moments lose small gradients; bf16 adds 2^-9 of values about
+        # 0.08, E4M3 2^-4 at most
         assert 2.5e-4 <= moved <= (1.5e-3 if name == "bf16" else 5e-3)
 
 
