@@ -35,13 +35,14 @@ def freeze(model: Model, recipe: str | Recipe, *, exact: bool = False) -> Model:
       scale per tensor. Tied ones stay one, and those that are stored in 8 bits already stay as they are.
     - All other parameters (biases, norms, layers that cannot be converted) stay as they are. No parameter requires a
       gradient afterwards, and there are none left; gradients of inputs flow to earlier layers, and to adapters.
-    - Linear layers and norms are converted, as `convert` does: products run by the recipe. For the operations between
-      them place `narrowgauge.autocast` yourself; a copy of a prepared model keeps its own. `train` and `eval` are not
-      touched.
+    - Linear layers and norms are converted, as `convert` does: products run by the recipe, with current in the place of
+      delayed scales, whose history nothing would roll. For the operations between them place `narrowgauge.autocast`
+      yourself; a copy of a prepared model keeps its own. `train` and `eval` are not touched.
 
     exact True: only weights whose product would cast them to the very codes that are stored, so that every output stays
     what it was to the bit: those of quantized layers, where the recipe casts weights to FP8 by the nearest value with a
-    scale of the tensor at hand. Embeddings, heads and other layers that are kept stay as they are, too.
+    scale of the tensor at hand. Embeddings, heads and other layers that are kept stay as they are, too, and so do
+    delayed scales.
 
     A reference model is freeze(copy.deepcopy(model), recipe). An optimizer that holds the parameters should be built
     anew: those it holds may no longer be the model's. Adapters that are added later train under `prepare`, which leaves
@@ -58,6 +59,8 @@ def freeze(model: Model, recipe: str | Recipe, *, exact: bool = False) -> Model:
         if is_lazy(p):
             raise ConversionError(f"parameter '{name}' has no size yet: run one forward pass first")
     recipe = library.recipe(recipe).resolve(device_of(model))
+    if not exact:
+        recipe = without_history(recipe)
     convert(model, recipe)
     spec = frozen_spec(recipe)
     for weight in list(_multiplied_as(spec, model) if exact else quantized_by(model, recipe)):
@@ -77,6 +80,13 @@ def frozen_spec(recipe: Recipe) -> CastSpec:
     if weight is None or weight.format.bits != 8 or not weight.format.has_nan or not weight.is_scaled:
         return CastSpec(E4M3FN)
     return dataclasses.replace(weight, scale=CURRENT if weight.is_delayed else weight.scale, rounding=NEAREST_EVEN)
+
+
+def without_history(recipe: Recipe) -> Recipe:
+    """The recipe with operands scaled by the tensor at hand where they have a history."""
+    operands = {role: getattr(recipe, role) for role in ("input", "weight", "grad_output")}
+    delayed = {role: spec for role, spec in operands.items() if spec is not None and spec.is_delayed}
+    return recipe.replace(**{role: dataclasses.replace(spec, scale=CURRENT) for role, spec in delayed.items()})
 
 
 def _multiplied_as(spec: CastSpec, model: nn.Module) -> Iterator[nn.Parameter]:

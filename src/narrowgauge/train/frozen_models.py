@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from narrowgauge.layers.autocast import autocast
 from narrowgauge.layers.convert import device_of
 from narrowgauge.layers.delayed import DelayedState, state_names
-from narrowgauge.layers.freeze import freeze
+from narrowgauge.layers.freeze import freeze, without_history
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.layers.wrapping import AutocastForward
-from narrowgauge.numerics.scaling import CURRENT
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.tensors.cast import FLOATING
@@ -64,7 +62,7 @@ def reference_of(reference: nn.Module, like: nn.Module, recipe: Recipe, policy_r
 
 def reward_model_of(reward: nn.Module, recipe: Recipe) -> Frozen:
     """Freeze a reward model: weights in FP8 where the recipe quantizes products, else as the recipe stores them."""
-    recipe = _without_history(recipe)
+    recipe = without_history(recipe)
     if not is_converted(reward):
         if recipe.quantizes_gemms:
             freeze(reward, recipe)
@@ -107,13 +105,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
         return False
     return a.dtype is b.dtype and torch.equal(a, b)
-
-
-def _without_history(recipe: Recipe) -> Recipe:
-    """The recipe with operands scaled by the tensor at hand where it has a history, which nothing would roll here."""
-    operands = {role: getattr(recipe, role) for role in ("input", "weight")}
-    delayed = {role: spec for role, spec in operands.items() if spec is not None and spec.is_delayed}
-    return recipe.replace(**{role: dataclasses.replace(spec, scale=CURRENT) for role, spec in delayed.items()})
 
 
 @torch.no_grad()

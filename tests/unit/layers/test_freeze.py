@@ -181,6 +181,19 @@ def test_a_frozen_layer_gives_what_a_converted_one_gives(recipe: str) -> None:
     assert torch.equal(frozen(x), converted.eval()(x))
 
 
+def test_a_frozen_layer_needs_no_history() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), 1e4 * torch.randn(16, 64)  # saturates by the scale that a history begins with
+    by_history, by_amax = (
+        ng.freeze(copy.deepcopy(layer), ng.recipe(name, emulation="exact")).eval()
+        for name in ("fp8_delayed", "fp8_current")
+    )
+    with torch.no_grad():
+        found, exact = by_history(x), layer(x)
+        assert torch.equal(found, by_amax(x))
+    assert 0.01 < (found - exact).norm() / exact.norm() < 0.06
+
+
 def test_the_report_says_what_is_frozen() -> None:
     model = ng.freeze(Tied(), "narrow8")
     report = ng.report(model)
