@@ -21,7 +21,7 @@ from narrowgauge.train.parse import build
 
 EXIT_INTERRUPTED = 130
 # As pyproject's extra `hf` has them.
-_REQUIRED = {"transformers": "5.0", "accelerate": "1.1", "datasets": "4.0", "trl": "1.0"}
+_REQUIRED = {"transformers": "5.0", "accelerate": "1.6", "datasets": "4.0", "trl": "1.16"}
 _ABOUT = {
     "sft": (
         'Supervised fine-tuning. Lines of FILE: {"text"}, {"messages"}, or {"prompt", "completion"}.',
