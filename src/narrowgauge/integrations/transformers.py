@@ -14,8 +14,10 @@ bit. `save_pretrained` writes any prepared model in bf16, float32 or FP8.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,8 @@ class Trainer(transformers.Trainer):
         check_arguments(self.args, resolved)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigError("a recipe with DeepSpeed or FSDP through TrainingArguments: use narrowgauge.distributed")
+        if self._is_distributed:
+            self.accelerator.prepare = functools.partial(self._prepare_wrapped, self.accelerator.prepare)
         if resolved.needs_loss_scaling:
             self.accelerator.scaler = LossScaler(self.recipe, self.args.device)
 
@@ -114,13 +118,15 @@ class Trainer(transformers.Trainer):
             self.optimizer = self._prepare(model, optimizer)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The scheduler of the arguments. transformers calls this when it has wrapped the model."""
-        if self._is_distributed and self._prepared is not self.model:
+    def _prepare_wrapped(self, theirs: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
+        """accelerate's `prepare`, and then the recipe's of the model that it has wrapped, with its optimizer."""
+        placed = theirs(*objects, **kwargs)
+        if len(objects) == 2 and objects[0] is self.model and self._prepared is not self.model:
             from narrowgauge.integrations.accelerate import renew_wrapper
 
-            renew_wrapper(self.optimizer, self._prepare(self.accelerator._models[-1], self.optimizer.optimizer))  # type: ignore[union-attr]
-        return super().create_scheduler(num_training_steps, optimizer)
+            wrapped, optimizer = placed
+            renew_wrapper(optimizer, self._prepare(wrapped, optimizer.optimizer))
+        return placed
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self._dtypes = {name: value.dtype for name, value in self.model.state_dict().items()}
