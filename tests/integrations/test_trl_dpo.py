@@ -76,6 +76,23 @@ def test_equal_weights_have_no_kl_whatever_the_recipe(recipe: str, tied: bool) -
         assert torch.equal(reference(input_ids=ids).logits, logits)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_lm_o3"])
+def test_a_reference_follows_the_delayed_scales_of_the_policy(recipe: str) -> None:  # case 106
+    from narrowgauge.integrations.frozen import freeze_reference
+
+    policy = llama()
+    reference = copy.deepcopy(policy)
+    _, optimizer = ng.prepare(policy, torch.optim.AdamW(policy.parameters(), lr=0.0, weight_decay=0.0), recipe)
+    freeze_reference(reference, policy, ng.recipe(recipe))
+    ids = torch.randint(0, 104, (4, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(20):  # more than fp8_lm_o3 begins with current scaling for
+        policy.train()(input_ids=ids).logits.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(reference(input_ids=ids).logits, policy.eval()(input_ids=ids).logits)
+
+
 def test_a_reference_of_another_precision_is_warned_of_and_measured(tmp_path: Path) -> None:  # case 106
     reference = ng.freeze(llama(), "fp8_current")  # its table and its head in FP8, too
     trainer = dpo(tmp_path, "bf16", ref_model=reference, max_steps=1)

@@ -9,18 +9,20 @@ from torch import nn
 
 from narrowgauge.layers import wrapping
 from narrowgauge.layers.convert import device_of
-from narrowgauge.layers.freeze import freeze
+from narrowgauge.layers.freeze import freeze, without_history
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.tensors.quantized import QuantizedTensor
+from narrowgauge.train.frozen_models import follow_scales
 
 
 def freeze_reference(reference: nn.Module, policy: nn.Module, recipe: Recipe, *, is_updated: bool = False) -> None:
     """Make `reference`, in place, compute what `policy` computes with the same weights, to the bit, and freeze it.
 
     Its parameters are first stored as those of the policy are; weights that products cast to FP8 are then kept as the
-    very codes. So the KL between equal weights is 0, and no floor of rounding is added to the penalty. is_updated: it
-    follows the policy later (TR-DPO): then nothing is stored in FP8, where small steps would be lost.
+    very codes. So the KL between equal weights is 0, and no floor of rounding is added to the penalty. Delayed scales
+    are the policy's, in every forward. is_updated: the reference follows the policy later (TR-DPO): then nothing is
+    stored in FP8, where small steps would be lost.
     """
     trained = {name: p.requires_grad for name, p in policy.named_parameters()}
     for name, p in reference.named_parameters():
@@ -35,6 +37,8 @@ def freeze_reference(reference: nn.Module, policy: nn.Module, recipe: Recipe, *,
             freeze(reference, first_of(recipe), exact=True)
     reference.requires_grad_(False)
     reference.eval()
+    if without_history(first_of(recipe)) != first_of(recipe):
+        reference.register_forward_pre_hook(lambda module, _: follow_scales(module, policy))
 
 
 def freeze_scorer(model: nn.Module, recipe: Recipe) -> None:
