@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from narrowgauge.models.llama_layout import check_llama, to_llama
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.replace import current
 from narrowgauge.tensors.quantized import QuantizedTensor
-from narrowgauge.train.folder import os_errors
+from narrowgauge.train.folder import make_temporary, os_errors
 
 
 class WeightFormat(StrEnum):
@@ -52,38 +53,49 @@ def export_llama(
         known = [str(each) for each in WeightFormat]
         raise ConfigError(f"format {weight_format!r}: expected {', '.join(known)}{closest(str(weight_format), known)}")
     check_llama(model.config)
+    with new_directory(directory) as temporary:
+        config, weights = to_llama(model.config, full_values(model, optimizer))
+        if weight_format == WeightFormat.FP8:
+            weights, config["quantization_config"] = to_fp8(weights)
+        elif weight_format == WeightFormat.BF16:
+            weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+        dtype = "float32" if weight_format == WeightFormat.FP32 else "bfloat16"
+        config |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5, transformers 4
+        config |= {"bos_token_id": None, "eos_token_id": tokenizer.end_id, "pad_token_id": None}
+        contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+        save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save(temporary / "tokenizer.json")
+        _write_json(temporary / "config.json", config)
+        _write_json(temporary / "generation_config.json", {"eos_token_id": tokenizer.end_id, "do_sample": True})
+        _write_json(temporary / "tokenizer_config.json", _tokenizer_config(model))
+    return Path(directory)
+
+
+@contextmanager
+def new_directory(directory: Path | str, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a directory to fill, which becomes `directory` on leaving without an error: whole, or not at all.
+
+    replace: what is in `directory` gives way then. Raises ConfigError where it is not empty, CheckpointError where the
+    disk refuses it.
+    """
     directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if not replace and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory}: expected a new or empty directory, found something in it: choose another")
-    config, weights = to_llama(model.config, full_values(model, optimizer))
-    if weight_format == WeightFormat.FP8:
-        weights, config["quantization_config"] = to_fp8(weights)
-    elif weight_format == WeightFormat.BF16:
-        weights = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
-    dtype = "float32" if weight_format == WeightFormat.FP32 else "bfloat16"
-    config |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5, transformers 4
-    config |= {"bos_token_id": None, "eos_token_id": tokenizer.end_id, "pad_token_id": None}
-    temporary = directory.with_name(f".writing-{directory.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary: Path | None = None
     try:
         with os_errors():
-            temporary.mkdir(parents=True)
-            contiguous = {name: weight.contiguous() for name, weight in weights.items()}
-            save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
-            tokenizer.save(temporary / "tokenizer.json")
-            _write_json(temporary / "config.json", config)
-            _write_json(temporary / "generation_config.json", {"eos_token_id": tokenizer.end_id, "do_sample": True})
-            _write_json(temporary / "tokenizer_config.json", _tokenizer_config(model))
-        if directory.exists():
-            directory.rmdir()  # empty, as was checked
-        temporary.rename(directory)
+            temporary = make_temporary(directory)
+            yield temporary
+            if directory.exists():
+                shutil.rmtree(directory)
+            temporary.rename(directory)
     except OSError as error:
         raise CheckpointError(
             f"{directory} was not written: {error.strerror}: make room, or choose another place"
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return directory
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def full_values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,15 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from narrowgauge.errors import CheckpointError, ConfigError, ConversionError, closest
-from narrowgauge.integrations.huggingface import WeightFormat, full_values
+from narrowgauge.errors import ConfigError, ConversionError, closest
+from narrowgauge.integrations.huggingface import WeightFormat, full_values, new_directory
 from narrowgauge.layers.delayed import DelayedState, state_names
 from narrowgauge.layers.foreign import Experts
 from narrowgauge.layers.kinds import Kind, class_of, kind_of
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.models.fp8_layout import layers_to_fp8
-from narrowgauge.train.folder import os_errors
 
 _DTYPES = {WeightFormat.BF16: torch.bfloat16, WeightFormat.FP32: torch.float32, WeightFormat.FP8: torch.bfloat16}
 _INDEX = "model.safetensors.index.json"
@@ -59,33 +56,17 @@ def save_pretrained(
             f"expected a PreTrainedModel of transformers, found {type(inner).__name__}: save other models with "
             "narrowgauge.save"
         )
-    directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory}: expected a new or empty directory, found something in it: choose another")
-    values = plain_values(inner, optimizer)
-    in_fp8 = None
-    if weight_format == WeightFormat.FP8:
-        groups, kept = fp8_layers(inner)
-        tensors, config = layers_to_fp8(values, groups, kept)
-        in_fp8 = {name: t for name, t in tensors.items() if t.dtype is torch.float8_e4m3fn or "_scale_inv" in name}
-    temporary = directory.with_name(f".writing-{directory.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with os_errors():
-            write_weights(inner, temporary, values, _DTYPES[weight_format])
-            if in_fp8 is not None:
-                _put_in(temporary, in_fp8)
-                _add_to_config(temporary, {"quantization_config": config})
-        if directory.exists():
-            directory.rmdir()  # empty, as was checked
-        temporary.rename(directory)
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory} was not written: {error.strerror}: make room, or choose another place"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return directory
+    with new_directory(directory) as temporary:
+        values = plain_values(inner, optimizer)
+        in_fp8, config = None, {}
+        if weight_format == WeightFormat.FP8:
+            tensors, config = layers_to_fp8(values, *fp8_layers(inner))
+            in_fp8 = {name: t for name, t in tensors.items() if t.dtype is torch.float8_e4m3fn or "_scale_inv" in name}
+        write_weights(inner, temporary, values, _DTYPES[weight_format])
+        if in_fp8 is not None:
+            _put_in(temporary, in_fp8)
+            _add_to_config(temporary, {"quantization_config": config})
+    return Path(directory)
 
 
 def plain_values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
