@@ -1,6 +1,6 @@
 """Instruction tuning of SmolLM2-135M on the standard library's docstrings, by several recipes in one run.
 
-    python benchmarks/sft.py [--recipes bf16 fp8_current fp8_lm_o2 narrow8] [--steps 60] [--lr 3e-4] [--length 64] [--json]
+    python benchmarks/sft.py [--recipes bf16 fp8_current ...] [--steps 60] [--lr 3e-4] [--length 64] [--json]
 
 A signature is the prompt, its docstring's first paragraph the completion, on which alone the loss is taken. Every
 recipe starts from the same weights and sees the same batches; held-out examples are of modules that no training example
