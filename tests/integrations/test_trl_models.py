@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 import sys
@@ -19,6 +20,7 @@ from trl_tiny import arguments, completions, llama, logged, tokenizer
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
+from narrowgauge.integrations import requirements
 from narrowgauge.integrations.trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 # TRL uses names that transformers has given up
@@ -108,17 +110,24 @@ def test_adapters_on_a_frozen_base_learn(tmp_path: Path) -> None:  # case 60
     assert {name.rpartition("lora_")[1] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"lora_"}
 
 
-def test_without_trl_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trl", None)
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (None, r"trl is not installed: pip install 'narrowgauge\[hf\]'"),
+        ("0.19.1", r"expected trl 1.16 or newer, found 0.19.1: pip install --upgrade 'trl>=1.16'"),
+    ],
+)
+def test_a_trl_that_is_missing_or_too_old_is_named(
+    found: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package != "trl":
+            return importlib.metadata.version(package)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(requirements, "version", version)
     monkeypatch.delitem(sys.modules, "narrowgauge.integrations.trl")
-    with pytest.raises(ConfigError, match="does not load: expected trl>=1.16"):
-        importlib.import_module("narrowgauge.integrations.trl")
-
-
-def test_a_trl_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import trl
-
-    monkeypatch.setattr(trl, "__version__", "0.19.1")
-    monkeypatch.delitem(sys.modules, "narrowgauge.integrations.trl")
-    with pytest.raises(ConfigError, match=r"trl 0.19.1 is too old: expected trl>=1.16.0: pip install 'trl>=1.16.0'"):
+    with pytest.raises(ConfigError, match=told):
         importlib.import_module("narrowgauge.integrations.trl")

@@ -19,7 +19,6 @@ import inspect
 import json
 import warnings
 from collections.abc import Sized
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -29,28 +28,20 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.integrations.frozen import freeze_reference, freeze_scorer, is_frozen
+from narrowgauge.integrations.requirements import require
 from narrowgauge.integrations.rewards import check_rewards, checked
 from narrowgauge.integrations.transformers import Trainer
 from narrowgauge.layers.wrapping import AutocastForward
 from narrowgauge.recipes.select import head_is_asked_for
 from narrowgauge.recipes.spec import Recipe
 
-OLDEST = "1.16.0"  # TRL's first whose log-probabilities come from `add_fused_lm_head`
+# TRL's first whose log-probabilities come from `add_fused_lm_head`
+require("trl", "1.16", "narrowgauge[hf]")
 
-try:
-    import trl
-    from accelerate.utils import is_peft_model
-    from packaging.version import Version
-    from trl.data_utils import is_conversational
-    from trl.trainer.callbacks import SyncRefModelCallback
-except ImportError as error:
-    try:
-        found = version("trl")
-    except PackageNotFoundError:
-        raise ConfigError("trl is not installed: pip install 'narrowgauge[hf]'") from error
-    raise ConfigError(f"trl {found} does not load: expected trl>={OLDEST}: {error}") from error
-if Version(trl.__version__) < Version(OLDEST):
-    raise ConfigError(f"trl {trl.__version__} is too old: expected trl>={OLDEST}: pip install 'trl>={OLDEST}'")
+import trl  # noqa: E402
+from accelerate.utils import is_peft_model  # noqa: E402
+from trl.data_utils import is_conversational  # noqa: E402
+from trl.trainer.callbacks import SyncRefModelCallback  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 
