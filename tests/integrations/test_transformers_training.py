@@ -194,6 +194,7 @@ def test_t5_by_the_sequence_to_sequence_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 def test_torch_compile_of_the_arguments_compiles_the_prepared_model(tmp_path: Path) -> None:
     runs = []
     for more in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
@@ -202,4 +203,5 @@ def test_torch_compile_of_the_arguments_compiles_the_prepared_model(tmp_path: Pa
         runs[-1].train()
     eager, compiled = runs
     assert hasattr(compiled.model_wrapped, "_orig_mod") and compiled.conversion_report.counts()["converted"] == 14
-    assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=1e-3)  # sums in another order
+    # sums in another order, a code more or less: within a unit in the last place of bfloat16
+    assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=2**-8)

