@@ -58,7 +58,8 @@ format: $(DEV_STAMP) ## rewrite the sources as `make check` wants them
 
 bench: $(DEV_STAMP) ## measure for hours, write benchmarks/results/ and the figures in README.md
 	@for script in import_time casts linear sqnr activation_memory memory optimizer state_error "training --full" ablations \
-		reduction simulation plan two_nodes parity "parity --model moe --steps 300 --recipes fp32 fp8_block mxfp8"; do \
+		reduction simulation plan two_nodes rlhf_memory grpo sft accelerate_bert parity \
+		"parity --model moe --steps 300 --recipes fp32 fp8_block mxfp8"; do \
 		echo "== $$script"; set -- $$script; name=$$1; shift; \
 		$(BIN)/python benchmarks/$$name.py "$$@" --json || missed="$$missed $$name"; \
 	done; $(BIN)/python benchmarks/tables.py; test -z "$$missed" || { echo "missed:$$missed"; exit 1; }
