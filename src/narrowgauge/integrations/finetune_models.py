@@ -57,7 +57,9 @@ def load(
     labels = {"num_labels": 1} if is_reward else {}
     found, info = _found(
         model,
-        lambda: kind.from_pretrained(model, dtype=torch.float32, output_loading_info=True, **labels, **where),
+        lambda: kind.from_pretrained(
+            model, dtype=torch.float32, output_loading_info=True, **labels, **_weights_of(gguf_file)
+        ),
     )
     if new := sorted(info["missing_keys"]):
         say(f"not in the checkpoint, so new and random: {', '.join(new[:5])}{' ...' if len(new) > 5 else ''}")
@@ -84,13 +86,13 @@ def open_directory(
     recipe: what it computes by; None: as its files have it, in their dtype. Raises ConfigError where there is none.
     """
     directory = str(directory)
-    where: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     if not Path(directory).is_dir():
         raise ConfigError(
             f"{directory}: expected a run's folder or a Hugging Face directory, found none: look at the path"
         )
     dtype = "auto" if recipe is None else torch.float32
-    model = _found(directory, lambda: AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **where))
+    weights = _weights_of(gguf_file)
+    model = _found(directory, lambda: AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **weights))
     tokenizer = load_tokenizer(directory, gguf_file, chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -167,6 +169,14 @@ def length_for(model: Any, max_length: int) -> int:
     if context is not None and max_length > context:
         raise ConfigError(f"max_length={max_length}: expected at most the model's context, {context}: lower it")
     return max_length
+
+
+def _weights_of(gguf_file: str | None) -> dict[str, Any]:
+    """What makes `from_pretrained` take the weights of a GGUF file in full."""
+    if gguf_file is None:
+        return {}
+    whole = getattr(transformers, "GgufConfig", None)  # older versions know no other way
+    return {"gguf_file": gguf_file} | ({"quantization_config": whole(dequantize=True)} if whole else {})
 
 
 def _give_pad_token(model: Any, tokenizer: Any, say: Say) -> None:
