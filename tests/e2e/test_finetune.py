@@ -30,6 +30,8 @@ def digits(completions, answer, **columns):
     return [sum(c.isdigit() for c in said[0]["content"]) for said in completions]
 def nan(completions, **columns):
     return [float("nan")] * len(completions)
+def silent(completions, **columns):
+    return [None] * len(completions)
 """
 
 
@@ -236,6 +238,22 @@ def stop_ppo_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         rate(self)
 
     monkeypatch.setattr(PPORun, "_set_rate", press)
+
+
+def test_a_ppo_answer_that_no_function_rewards_ends_the_run_and_names_them(files: Path, model: Path, capsys) -> None:
+    assert main(ppo(model, "runs/a", "--reward", "tiny_rewards:silent")) == 1
+    assert "has no reward: tiny_rewards:silent gave None" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_names_the_last_good_one(files: Path, model: Path, capsys) -> None:
+    assert main(words("sft", model, "chats.jsonl", "runs/a")) == 0
+    damaged = Path("runs/a/checkpoints/checkpoint-4/narrowgauge/optimizer.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert main(["resume", "runs/a"]) == 1
+    shown = capsys.readouterr().err
+    assert "optimizer.safetensors is truncated" in shown and "resume runs/a --checkpoint checkpoint-2" in shown
+    assert main(["resume", "runs/a", "--checkpoint", "last-good"]) == 0
+    assert [row["step"] for row in rows("runs/a", "step")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

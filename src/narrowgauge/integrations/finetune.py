@@ -31,7 +31,7 @@ from narrowgauge.integrations.finetune_models import (
     load,
 )
 from narrowgauge.integrations.finetune_rewards import reward_function
-from narrowgauge.integrations.finetune_run import FinetuneRun
+from narrowgauge.integrations.finetune_run import FinetuneRun, step_of
 from narrowgauge.integrations.finetune_trainers import make_trainer
 from narrowgauge.integrations.finetune_watch import Watch
 from narrowgauge.observe import journal
@@ -89,6 +89,8 @@ def resume(path: Path | str, on_event: OnEvent = ignore, checkpoint: str | None 
     folder.lock()
     try:
         start = folder.weights(checkpoint) if folder.steps() or checkpoint else None
+        if start is not None:
+            folder.require_whole(step_of(start))
         return _train(config, folder, on_event, start)
     finally:
         folder.unlock()
@@ -228,7 +230,7 @@ def _journal(
             folder.journal, {"task": config.task, "recipe": config.recipe, "versions": versions}
         )
     else:
-        step = int(start.name.rpartition("-")[2])
+        step = step_of(start)
         earlier = journal.cut(folder.journal, step).rows
         rows = journal.Journal(folder.journal)
         rows.write("resumed", step=step, checkpoint=start.name)

@@ -20,7 +20,7 @@ from narrowgauge.integrations.finetune_models import Loaded, Say, end_tokens, lo
 from narrowgauge.integrations.finetune_run import LAST_WRITTEN, FinetuneRun
 from narrowgauge.integrations.finetune_watch import Watch
 from narrowgauge.integrations.pretrained import save_pretrained
-from narrowgauge.integrations.rewards import checked
+from narrowgauge.integrations.rewards import check_rewards, checked
 from narrowgauge.layers.report import report
 from narrowgauge.train.ppo import PPOConfig as Numbers
 from narrowgauge.train.ppo import PPOStatistics, PPOTrainer
@@ -94,8 +94,8 @@ class PPORun:
             for group in trained.optimizer.param_groups:
                 group["lr"] = rate
 
-    def _score(self, prompts: list[Ids], completions: list[Ids]) -> list[float | None]:
-        """The sum of what the functions say, called as TRL calls them."""
+    def _score(self, prompts: list[Ids], completions: list[Ids]) -> list[float]:
+        """The sum of what the functions say, called as TRL calls them. Raises DataError where all say None."""
         rows = [self.rows[at] for at in self._chosen]
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
         is_chat = isinstance(rows[0]["prompt"], list)
@@ -103,9 +103,10 @@ class PPORun:
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
         columns["prompts"] = [row["prompt"] for row in rows]
         columns["completion_ids"] = completions
-        found = [function(**columns) for function in self._rewards]
-        said = [[value for value in of_one if value is not None] for of_one in zip(*found, strict=True)]
-        return [sum(values) if values else None for values in said]
+        found = [[math.nan if value is None else value for value in each(**columns)] for each in self._rewards]
+        rewards = torch.tensor(found, dtype=torch.float64).T
+        check_rewards(rewards, self.config.reward)
+        return rewards.nansum(dim=1).tolist()
 
 
 def run_ppo(run: PPORun, folder: FinetuneRun, watch: Watch) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.integrations.finetune_config import FinetuneConfig, from_yaml, task_of
-from narrowgauge.train.folder import os_errors, write_file
-from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.folder import MANIFEST, os_errors, verify, write_file
+from narrowgauge.train.run_folder import LAST_GOOD, RunFolder
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LAST_WRITTEN = "trainer_state.json"  # of a checkpoint's files: without it, writing was cut short
@@ -83,14 +83,27 @@ class FinetuneRun(RunFolder):
         """Where the checkpoint of a step is."""
         return self.checkpoints / f"checkpoint-{step}"
 
+    def verify(self, step: int) -> None:
+        """Raise CheckpointError where a file of ours in a checkpoint is missing, truncated or changed."""
+        folder = self.checkpoint(step) / "narrowgauge"
+        for manifest in sorted(folder.rglob(MANIFEST)) or [folder / MANIFEST]:
+            verify(manifest.parent)
+
     def weights(self, wanted: str | None = None) -> Path:
         """The Hugging Face directory of a checkpoint, by default the newest. Raises CheckpointError."""
         steps = self.steps()
         names = [self.checkpoint(step).name for step in steps]
         if not names:
             raise CheckpointError(f"{self.path}: expected a checkpoint, found none yet: wait for it, or resume the run")
-        if wanted in (None, "last-good"):
+        if wanted == LAST_GOOD:
+            return self.checkpoint(self._last_good(steps, "no checkpoint is whole"))
+        if wanted is None:
             return self.checkpoint(steps[-1])
         if wanted not in names:
             raise CheckpointError(f"{self.path}: expected a checkpoint '{wanted}', found {', '.join(names)}")
         return self.checkpoints / str(wanted)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(checkpoint.name.rpartition("-")[2])

@@ -158,15 +158,23 @@ class RunFolder:
                 raise CheckpointError(
                     f"{self.path}: expected a checkpoint '{wanted}', found {names}: choose one of those"
                 )
+        self.require_whole(step)
+        return step
+
+    def verify(self, step: int) -> None:
+        """Raise CheckpointError where the checkpoint of a step is damaged."""
+        verify(self.checkpoint(step))
+
+    def require_whole(self, step: int) -> None:
+        """Raise CheckpointError where the checkpoint of a step is damaged, naming the newest good one."""
         try:
-            verify(self.checkpoint(step))
+            self.verify(step)
         except CheckpointError as error:
-            good = self._last_good([s for s in steps if s != step], str(error))
+            good = self._last_good([s for s in self.steps() if s != step], str(error))
             raise CheckpointError(
                 f"{error}. The last good checkpoint is {self.checkpoint(good).name}: continue from it with "
                 f"`narrowgauge resume {shlex.quote(str(self.path))} --checkpoint {self.checkpoint(good).name}`"
             ) from None
-        return step
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, asynchronous: bool = False, **extra: Any
@@ -196,7 +204,7 @@ class RunFolder:
     def _last_good(self, steps: list[int], problem: str) -> int:
         for step in reversed(steps):
             try:
-                verify(self.checkpoint(step))
+                self.verify(step)
             except CheckpointError:
                 continue
             return step
