@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 import narrowgauge as ng
+from narrowgauge.errors import ConfigError
 from narrowgauge.integrations.transformers import save_pretrained
 from narrowgauge.layers.report import CONVERTED, KEPT, SKIPPED
 
@@ -110,3 +114,15 @@ def test_weights_loaded_in_16_bits_get_float32_masters(dtype: torch.dtype) -> No
 def test_hub_kernels_without_the_package_are_transformers_own_error() -> None:
     with pytest.raises(ValueError, match="Kernels are not available"):
         FAMILIES["llama"].make().set_use_kernels(True)
+
+
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "accelerate":
+            raise PackageNotFoundError(name)
+        return "99"
+
+    monkeypatch.setattr("narrowgauge.integrations.requirements.version", version)
+    monkeypatch.delitem(sys.modules, "narrowgauge.integrations.transformers")
+    with pytest.raises(ConfigError, match=r"accelerate is not installed: pip install 'narrowgauge\[hf\]'"):
+        importlib.import_module("narrowgauge.integrations.transformers")

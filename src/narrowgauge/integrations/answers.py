@@ -57,7 +57,8 @@ class Writer:
         if context is not None and longest >= context:
             at = next(at for at, row in enumerate(rows) if len(row) >= context)
             raise DataError(
-                f"{texts[at]!r:.60}: expected fewer than {context} tokens, the model's context, found {len(rows[at])}"
+                f"{texts[at]!r:.60}: expected fewer than {context} tokens, the model's context, found {len(rows[at])}: "
+                "leave it out; where an earlier answer is what is long, lower tokens"
             )
         room = self.sampling.tokens if context is None else min(self.sampling.tokens, context - longest)
         pad = self.tokenizer.pad_token_id

@@ -93,6 +93,8 @@ class FinetuneConfig:
                 raise ConfigError(f"{each.name}={value}: expected less than {rule['below']}: change {each.name}")
         if self.seed >= 2**32:  # numpy's, which transformers sets too
             raise ConfigError(f"seed={self.seed}: expected less than 2^32: change seed")
+        if self.max_length == 1:
+            raise ConfigError("max_length=1: expected 2 or more, since no first token is learned: change max_length")
         if self.eval_every and self.eval_data is None:
             raise ConfigError(f"eval_every={self.eval_every} without eval_data: give both, or neither")
         self.torch_device()

@@ -41,6 +41,7 @@ from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.checkpoint import load, save
 
 require("transformers", "5.0", "narrowgauge[hf]")
+require("accelerate", "1.6", "narrowgauge[hf]")  # transformers' Trainer asks for it only when it is made
 
 import transformers  # noqa: E402
 

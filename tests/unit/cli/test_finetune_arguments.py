@@ -50,6 +50,7 @@ def test_examples_are_commands_that_parse(task, monkeypatch, tmp_path):
         (["sft", *HERE, "--batch-size", "0"], "batch_size=0: expected 1 or more"),
         (["sft", *HERE, "--learning-rate", "0"], "learning_rate=0.0: expected more than 0"),
         (["sft", *HERE, "--learning-rate", "nan"], "learning_rate=nan: expected a finite number"),
+        (["sft", *HERE, "--max-length", "1"], "max_length=1: expected 2 or more"),
         (["sft", *HERE, "--eval-every", "3"], "eval_every=3 without eval_data"),
         (["sft", *HERE, "--resume"], "--resume: expected --output RUN"),
         (["sft", *HERE, "--resume", "--output", "nowhere"], "nowhere: expected a run folder"),
