@@ -15,11 +15,11 @@ from families import FAMILIES, IDS
 from test_transformers_save import llama
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel, TrainingArguments
 
 import narrowgauge as ng
 from narrowgauge.errors import ConfigError
-from narrowgauge.integrations.transformers import save_pretrained
+from narrowgauge.integrations.transformers import Trainer, save_pretrained
 from narrowgauge.layers.report import CONVERTED, KEPT, SKIPPED
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
@@ -126,3 +126,10 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, "narrowgauge.integrations.transformers")
     with pytest.raises(ConfigError, match=r"accelerate is not installed: pip install 'narrowgauge\[hf\]'"):
         importlib.import_module("narrowgauge.integrations.transformers")
+
+
+def test_a_model_without_anything_to_train_is_refused(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+    trainer = Trainer(llama().requires_grad_(False), args, train_dataset=[{"input_ids": IDS[0]}], recipe="narrow8")
+    with pytest.raises(ConfigError, match="expected parameters to train, found none of LlamaForCausalLM's"):
+        trainer.train()

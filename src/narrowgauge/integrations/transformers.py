@@ -110,6 +110,15 @@ class Trainer(transformers.Trainer):
     def _is_distributed(self) -> bool:
         return self.accelerator.num_processes > 1  # the arguments call processes on CPUs none
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers trains. Raises ConfigError where no parameter does."""
+        if isinstance(self.model, nn.Module) and not any(p.requires_grad for p in self.model.parameters()):
+            raise ConfigError(
+                f"expected parameters to train, found none of {type(self.model).__name__}'s that requires a gradient: "
+                "add adapters to a frozen model, or call requires_grad_(True) on what is to be trained"
+            )
+        return super().train(*args, **kwargs)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of the arguments, prepared with the model; in several processes once the model is wrapped."""
         model = model or self.model
