@@ -43,10 +43,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 def make_temporary(path: Path) -> Path:
     """An empty folder beside `path`, under a name that says that it is not finished. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
     return temporary
 
 
