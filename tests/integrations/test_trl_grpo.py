@@ -75,6 +75,17 @@ def test_it_trains_beside_a_frozen_reference_and_resumes(
     assert not any(info.values()), info
 
 
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_policy_with_frozen_layers_has_a_reference_like_any_other(kind: type[Any], tmp_path: Path) -> None:
+    model = llama()
+    ng.freeze(model.model.layers[0], "narrow8")
+    trainer = grpo(tmp_path, "narrow8", kind, model=model, learning_rate=1e-2)
+    trainer.train()
+    assert logged(trainer, "kl")[0] == 0.0
+    assert sum(isinstance(p.data, QuantizedTensor) for p in trainer.ref_model.parameters()) == 14
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+
+
 def test_rollouts_are_sampled_by_the_recipe(tmp_path: Path) -> None:
     trainer = grpo(tmp_path, "narrow8", max_steps=1, beta=0.0)
     seen: list[Any] = []

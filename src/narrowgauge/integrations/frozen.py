@@ -51,11 +51,10 @@ def freeze_scorer(model: nn.Module, recipe: Recipe) -> None:
 
 
 def is_frozen(model: nn.Module) -> bool:
-    """True for a model whose weights are stored in 8 bits already, and are not trained."""
-    return any(
-        isinstance(p.data, QuantizedTensor) and p.data.spec.format.bits == 8 and not p.requires_grad
-        for p in model.parameters()
-    )
+    """True for a model that is not trained, with weights that are stored in 8 bits already."""
+    parameters = list(model.parameters())
+    in_8_bits = (isinstance(p.data, QuantizedTensor) and p.data.spec.format.bits == 8 for p in parameters)
+    return not any(p.requires_grad for p in parameters) and any(in_8_bits)
 
 
 def first_of(recipe: Recipe) -> Recipe:

@@ -157,43 +157,6 @@ class _RecipeTrainer(Trainer):
             )
 
 
-class _WithReference(_RecipeTrainer):
-    """A policy beside a reference."""
-
-    _measures_floor = False
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As TRL computes it; before the first step, the KL of policy and reference is measured and logged."""
-        is_first = self._measures_floor and self.state.global_step == 0 and self.model.training
-        if is_first:
-            self._measures_floor = False
-            self._note_floor(self._kl_at_start(model, inputs))
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def _freeze_models(self) -> None:
-        if self.ref_model is None:
-            return
-        if is_frozen(self.ref_model):  # by its owner
-            self._measures_floor = True
-            self.ref_model.eval()
-            return
-        is_updated = bool(getattr(self.args, "sync_ref_model", False))
-        freeze_reference(self.ref_model, self.model, self.recipe, is_updated=is_updated)
-
-    def _kl_at_start(self, model: nn.Module, inputs: Any) -> float:
-        raise NotImplementedError
-
-    def _note_floor(self, kl: float) -> None:
-        self.recipe_callback.note({"kl_at_start": kl})
-        if kl > 0:
-            warnings.warn(
-                f"the reference is stored in another precision than recipe='{self.recipe.name}' computes with: before "
-                f"the first step its KL from the policy is {kl:.3g} a token, a floor that no training lowers where "
-                "their weights are equal; give the reference unfrozen, and it is frozen without one",
-                stacklevel=3,
-            )
-
-
 class SFTTrainer(_RecipeTrainer, trl.SFTTrainer):
     """`trl.SFTTrainer`, trained by a recipe."""
 
@@ -207,13 +170,31 @@ class RewardTrainer(_RecipeTrainer, trl.RewardTrainer):
     _has_fused_head = False
 
 
-class DPOTrainer(_WithReference, trl.DPOTrainer):
+class DPOTrainer(_RecipeTrainer, trl.DPOTrainer):
     """`trl.DPOTrainer`, trained by a recipe.
 
     Without `ref_model` the reference is a copy of the model as it is given, not one that is loaded by its name.
     """
 
     _config = trl.DPOConfig
+    _measures_floor = False
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL computes it; the KL from a reference that came frozen is logged once, before the first step."""
+        if self._measures_floor and self.state.global_step == 0 and self.model.training:
+            self._measures_floor = False
+            self._note_floor(self._kl_at_start(model, inputs))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _freeze_models(self) -> None:
+        if self.ref_model is None:
+            return
+        if is_frozen(self.ref_model):  # by its owner
+            self._measures_floor = True
+            self.ref_model.eval()
+            return
+        is_updated = bool(getattr(self.args, "sync_ref_model", False))
+        freeze_reference(self.ref_model, self.model, self.recipe, is_updated=is_updated)
 
     def _adjust(self, given: dict[str, Any]) -> None:
         model, adapted = given["model"], given.get("peft_config") is not None
@@ -242,8 +223,18 @@ class DPOTrainer(_WithReference, trl.DPOTrainer):
             )
         return _kl(ours.log_probs, theirs.log_probs, ours.label_mask)
 
+    def _note_floor(self, kl: float) -> None:
+        self.recipe_callback.note({"kl_at_start": kl})
+        if kl > 0:
+            warnings.warn(
+                f"the reference is stored in another precision than recipe='{self.recipe.name}' computes with: before "
+                f"the first step its KL from the policy is {kl:.3g} a token, a floor that no training lowers where "
+                "their weights are equal; give the reference unfrozen, and it is frozen without one",
+                stacklevel=3,
+            )
 
-class _OnPolicy(_WithReference):
+
+class _OnPolicy(_RecipeTrainer):
     """A policy that is sampled from and scored by reward functions.
 
     Where `beta` is not 0, the reference is a copy of the model as it is given, not one that is loaded by its name.
@@ -274,7 +265,7 @@ class _OnPolicy(_WithReference):
             self.ref_model = self._copy_of_policy()
             if self.args.sync_ref_model:
                 self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
-        super()._freeze_models()
+            freeze_reference(self.ref_model, self.model, self.recipe, is_updated=self.args.sync_ref_model)
         for at, (reward, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
             if isinstance(reward, nn.Module):
                 freeze_scorer(reward, self.recipe)
