@@ -6,11 +6,8 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
-
 from narrowgauge.cli.console import print_json, print_table
-from narrowgauge.cli.progress import SMOOTHING, TROUBLE_SHARE, Reporter, duration
+from narrowgauge.cli.progress import TROUBLE_SHARE, Reporter, duration
 from narrowgauge.integrations.finetune_events import Ended, HeldOut, Noted, Started, Stepped
 from narrowgauge.train import events
 
@@ -55,29 +52,14 @@ class FinetuneReporter(Reporter):
         self.say(f"model    {config.model}, {event.parameters:,} parameters, recipe {config.recipe} on {event.device}")
         held_out = f", {event.eval_examples:,} held out" if event.eval_examples else ""
         self.say(f"data     {config.data}, {event.examples:,} examples{held_out}")
-        counts = event.report.counts()
-        self.say("layers   " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
-        if event.resumed_from is not None:
-            self.say(f"resumed  from {event.resumed_from} at step {event.step}")
-        if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[facts]}"))
-            self._live = Progress(*columns, console=self.console, transient=True)
-            self._live.start()
-            self._task = self._live.add_task("", total=event.steps, completed=event.step, facts="")
+        self._begin(event.step, event.steps, event.report, event.resumed_from)
 
     def went(self, event: Stepped) -> None:
         """Move the live line, or print a plain one at every `log_every`-th step, the first and the last."""
         self._trouble = worst_share(event.figures) or self._trouble
-        if self._step_s is None:
-            self._step_s = event.seconds
-        self._step_s += SMOOTHING * (event.seconds - self._step_s)
-        left = f"{duration(self._step_s * (event.steps - event.step))} left"
+        left = f"{duration(self._left_s(event))} left"
         facts = "  ".join(filter(None, [facts_of(event.figures), left, self._trouble]))
-        if self._live is not None and self._task is not None:
-            description = f"step {event.step}/{event.steps}"
-            self._live.update(self._task, completed=event.step, description=description, facts=escape(facts))
-        elif event.step % self.log_every == 0 or event.step in (1, event.steps):
-            self.say(f"step {event.step}/{event.steps}  {facts}")
+        self._advance(event.step, event.steps, facts)
 
     def held_out(self, event: HeldOut) -> None:
         """Print the figures on held-out examples."""

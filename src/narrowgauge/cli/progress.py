@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from narrowgauge.cli.console import messages, output, print_json, print_table
 from narrowgauge.observe.ledger import KEYS as LEDGER_KEYS
 from narrowgauge.train import events
+
+if TYPE_CHECKING:
+    from narrowgauge.integrations.finetune_events import Stepped
+    from narrowgauge.layers.report import ConversionReport
 
 # Above this share of saturated or flushed values a role is called out: GEMM errors grow visibly from about here.
 TROUBLE_SHARE = 0.02
@@ -73,35 +78,42 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.say(
             f"data     {event.config.data.corpus}, {event.train_tokens:,} tokens, {event.tokens_per_step:,} a step"
         )
-        counts = event.report.counts()
-        self.say("layers   " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
-        if event.resumed_from is not None:
-            self.say(f"resumed  from {event.resumed_from} at step {event.step}")
+        self._begin(event.step, event.steps, event.report, event.resumed_from)
+
+    def _begin(self, step: int, steps: int, report: ConversionReport, resumed_from: Path | None) -> None:
+        """Say how many layers run how, and from where the run goes on; start the live line."""
+        self.say(f"layers   {_counts(report)}")
+        if resumed_from is not None:
+            self.say(f"resumed  from {resumed_from} at step {step}")
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[facts]}"))
             self._live = Progress(*columns, console=self.console, transient=True)
             self._live.start()
-            description = f"step {event.step}/{event.steps}"
-            self._task = self._live.add_task(description, total=event.steps, completed=event.step, facts="")
+            self._task = self._live.add_task(f"step {step}/{steps}", total=steps, completed=step, facts="")
 
     def stepped(self, event: events.StepDone) -> None:
         """Move the live line, or print a plain one at every `log_every`-th step, the first and the last."""
         if event.statistics is not None:
             self._trouble = trouble(event.statistics)
+        self._advance(event.step, event.steps, _facts(event, self._left_s(event), self._trouble))
+
+    def _left_s(self, event: events.StepDone | Stepped) -> float:
+        """Seconds to the last step, by the smoothed time of a step."""
         if self._step_s is None:
             self._step_s = event.seconds
         self._step_s += SMOOTHING * (event.seconds - self._step_s)
-        facts = _facts(event, self._step_s * (event.steps - event.step), self._trouble)
+        return self._step_s * (event.steps - event.step)
+
+    def _advance(self, step: int, steps: int, facts: str) -> None:
         if self._live is not None and self._task is not None:
-            description = f"step {event.step}/{event.steps}"
-            self._live.update(self._task, completed=event.step, description=description, facts=escape(facts))
-        elif event.step % self.log_every == 0 or event.step in (1, event.steps):
-            self.say(f"step {event.step}/{event.steps}  {facts}")
+            self._live.update(self._task, completed=step, description=f"step {step}/{steps}", facts=escape(facts))
+        elif step % self.log_every == 0 or step in (1, steps):
+            self.say(f"step {step}/{steps}  {facts}")
 
     def recipe_changed(self, event: events.RecipeChanged) -> None:
         """Say by which recipe the run goes on, and how many layers are in what state then."""
-        counts = ", ".join(f"{count} {status}" for status, count in event.report.counts().items() if count)
-        self.say(f"step {event.step}  recipe {event.before} -> {event.after}: layers {counts}", "bold")
+        told = f"recipe {event.before} -> {event.after}: layers {_counts(event.report)}"
+        self.say(f"step {event.step}  {told}", "bold")
 
     def skipped(self, event: events.Skipped) -> None:
         """Say which gradient was bad, and how near the limit of skips is."""
@@ -152,6 +164,11 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.say(f"interrupted at step {event.step}; go on with: narrowgauge resume {run}", "yellow")
         else:
             self.say(f"run folder {event.run_dir}; try: narrowgauge generate {run} --prompt 'def '")
+
+
+def _counts(report: ConversionReport) -> str:
+    """How many layers are in what state: `30 converted, 2 kept`."""
+    return ", ".join(f"{count} {status}" for status, count in report.counts().items() if count)
 
 
 def closing_rows(event: events.Finished) -> list[tuple[str, str]]:
