@@ -62,7 +62,8 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         recipe: a recipe or its name. It says what `mixed_precision` would: that must be "no".
-        args, kwargs: as accelerate takes them.
+        *args: as accelerate takes them.
+        **kwargs: as accelerate takes them.
 
     Raises RecipeError for an unknown recipe; ConfigError for a mixed_precision, for DeepSpeed, FSDP, Megatron-LM or
     another kind of distribution than DistributedDataParallel, for `sync_each_batch`, and for a dynamo backend.

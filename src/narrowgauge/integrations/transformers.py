@@ -63,7 +63,8 @@ class Trainer(transformers.Trainer):
             with it change nothing, the others are refused.
         statistics_every: optimizer steps between counts of saturated and flushed values, which are logged with the
             next loss as `saturated/ROLE` and `flushed/ROLE`, shares in [0, 1]; 0: never.
-        args, kwargs: as transformers takes them.
+        *args: as transformers takes them.
+        **kwargs: as transformers takes them.
 
     In several processes, as torchrun starts them, DistributedDataParallel wraps the model and gradients travel as the
     recipe says. Steps with gradients that are not finite are skipped, and do not advance the scheduler; recipes that
