@@ -66,10 +66,16 @@ _HOMES = {
     "load_weights": "train.weights",
     "ledger": "observe.ledger",
 }
-_MODULES = {"distributed": "distributed", "formats": "numerics.formats", "optim": "optim", "recipes": "recipes"}
+_MODULES = {
+    "distributed": "distributed",
+    "formats": "numerics.formats",
+    "observe": "observe",
+    "optim": "optim",
+    "recipes": "recipes",
+}
 
 if TYPE_CHECKING:  # so that type checkers and editors see the names
-    from narrowgauge import distributed, optim, recipes
+    from narrowgauge import distributed, observe, optim, recipes
     from narrowgauge.layers.autocast import autocast
     from narrowgauge.layers.convert import convert
     from narrowgauge.layers.freeze import freeze
@@ -107,8 +113,8 @@ __all__ = [
     "E8M0_UP", "Hadamard", "LINEAR", "LossScaler", "NEAREST_EVEN", "NONE", "NONZERO", "NVFP4", "NarrowgaugeError",
     "PER_COLUMN", "PER_ROW", "PER_TENSOR", "ProcessError", "QuantizedTensor", "RANGE_EXPANSION", "Recipe",
     "RecipeError", "SQUARE_ROOT", "STOCHASTIC", "TENSOR_POW2", "ULP", "accumulate", "autocast",
-    "clip_grad_norm_", "convert", "distributed", "formats", "freeze", "ledger", "load", "load_weights", "optim",
-    "prepare", "quantize", "recipe", "recipe_names", "recipes", "report", "save",
+    "clip_grad_norm_", "convert", "distributed", "formats", "freeze", "ledger", "load", "load_weights", "observe",
+    "optim", "prepare", "quantize", "recipe", "recipe_names", "recipes", "report", "save",
 ]  # fmt: skip
 
 

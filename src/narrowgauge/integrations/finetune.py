@@ -34,7 +34,9 @@ from narrowgauge.integrations.finetune_rewards import reward_function
 from narrowgauge.integrations.finetune_run import FinetuneRun, step_of
 from narrowgauge.integrations.finetune_trainers import make_trainer
 from narrowgauge.integrations.finetune_watch import Watch
-from narrowgauge.observe import journal
+from narrowgauge.observe.journal import cut
+from narrowgauge.observe.journal_rows import Row
+from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.train.events import OnEvent, Preparing, Status, ignore
 
 try:
@@ -221,18 +223,18 @@ def _say_what_is_left(inputs: Inputs, trainer: Any, say: Callable[[str], None]) 
 @contextmanager
 def _journal(
     config: FinetuneConfig, folder: FinetuneRun, start: Path | None
-) -> Iterator[tuple[journal.Journal, list[journal.Row]]]:
+) -> Iterator[tuple[JournalWriter, list[Row]]]:
     """The journal to write to, and the rows that it has already."""
-    earlier: list[journal.Row] = []
+    earlier: list[Row] = []
     if start is None:
         versions = {name.__name__: name.__version__ for name in (narrowgauge, torch, transformers, trl)}
-        rows = journal.Journal.create(
+        rows = JournalWriter.create(
             folder.journal, {"task": config.task, "recipe": config.recipe, "versions": versions}
         )
     else:
         step = step_of(start)
-        earlier = journal.cut(folder.journal, step).rows
-        rows = journal.Journal(folder.journal)
+        earlier = cut(folder.journal, step, ("step",)).rows
+        rows = JournalWriter(folder.journal)
         rows.write("resumed", step=step, checkpoint=start.name)
     try:
         yield rows, earlier

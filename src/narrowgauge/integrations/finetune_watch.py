@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 from narrowgauge.errors import DivergenceError
 from narrowgauge.integrations.finetune_config import FinetuneConfig
 from narrowgauge.integrations.finetune_events import HeldOut, Started, Stepped
-from narrowgauge.observe.journal import Journal, Row
+from narrowgauge.observe.journal_rows import Row
+from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.train.events import CheckpointSaved, Interrupting, OnEvent, Warned
 from narrowgauge.train.signals import Interruption
@@ -25,7 +26,7 @@ _TOKENS = "num_tokens"
 class Watch(TrainerCallback):
     """Turns a trainer's log into rows and events. `trainer` is set once it is made."""
 
-    journal: Journal  # set before the first step
+    journal: JournalWriter  # set before the first step
 
     def __init__(self, config: FinetuneConfig, run_dir: Path, on_event: OnEvent) -> None:
         self.config, self.run_dir, self.on_event = config, run_dir, on_event

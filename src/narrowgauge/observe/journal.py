@@ -1,29 +1,93 @@
 """The journal of a run: `journal.jsonl`, one JSON object a line.
 
-The first line is the header (versions, recipe); after it come rows in order of `step`, each with a `kind`: "step",
-"evaluation", "recipe", "warning" or "resumed". Numbers are written so that they read back as the same bits. A last line
-that a crash cut short is ignored on reading and removed on `cut`.
+The first line is the header (versions, recipe, formats); after it come rows in order of `step`, each with a `kind`;
+docs/journal.md describes them all. Numbers read back as the same bits. A last line that a crash cut short is left out
+on reading and removed on `cut`.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
+from array import array
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import CheckpointError
+import numpy as np
 
-Row = dict[str, Any]
-# JSON has no such numbers; Python's bare NaN would be refused by other readers
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.observe.journal_rows import Row, check_header, ends_whole, lines
+
+FILE_NAME = "journal.jsonl"
+_COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale")
+
+
+class Journal:
+    """Reads a run's journal, which may be of any size and may still be written: one line at a time is in memory.
+
+        journal = narrowgauge.observe.Journal("runs/mine")
+        journal.steps["loss"]                       # a numpy column, one value a step
+        for row in journal.of_kind("precision"): ...
+
+    problems: what is wrong with the file, in words: a last line cut off, known from the start; damaged lines, which are
+    passed over, as reading meets them.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Read the header of the journal `path`, or of the run folder `path`.
+
+        Raises ConfigError where there is no journal, CheckpointError where the file has no header or a newer schema.
+        """
+        given = Path(path)
+        self.path = given / FILE_NAME if given.is_dir() else given
+        self.problems: list[str] = []
+        try:
+            is_whole = ends_whole(self.path)
+            self.header: Row = check_header(self.path, next(iter(lines(self.path)), None))
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: expected a run folder or its {FILE_NAME}, found: {error.strerror}: give the folder of a run"
+            ) from None
+        if not is_whole:
+            self.problems.append(
+                f"{self.path}: the last line is cut off and left out: the run was stopped in the middle of writing it, "
+                "or still writes"
+            )
+        self._damaged: set[int] = set()
+        self._steps: dict[str, Any] | None = None
+
+    def of_kind(self, *kinds: str) -> Iterator[Row]:
+        """The rows of one kind or several, in order, streamed from the disk."""
+        for line in lines(self.path, kinds):
+            if line.row is not None:
+                yield line.row
+            elif line.number not in self._damaged:
+                self._damaged.add(line.number)
+                self.problems.append(line.problem)
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """Columns of all "step" rows, read once: step int64; loss, grad_norm, lr, tokens_per_s, loss_scale float64;
+        skipped bool. What a row does not have is NaN, or False.
+        """
+        if self._steps is None:
+            steps, skipped = array("q"), array("b")
+            columns = {name: array("d") for name in _COLUMNS}
+            for row in self.of_kind("step"):
+                steps.append(row["step"])
+                skipped.append(row.get("skipped") is True)
+                for name, column in columns.items():
+                    value = row.get(name)
+                    column.append(float(value) if isinstance(value, int | float) else float("nan"))
+            self._steps = {"step": np.array(steps, np.int64), "skipped": np.array(skipped, bool)}
+            self._steps |= {name: np.array(column, np.float64) for name, column in columns.items()}
+        return self._steps
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a journal holds: its header, and all rows in order."""
+    """A journal in memory: its header, and rows in order."""
 
     header: Row
     rows: list[Row]
@@ -33,127 +97,38 @@ class Contents:
         return [row for row in self.rows if row["kind"] == kind]
 
 
-class Journal:
-    """Appends rows. A row that the disk refuses is kept and written before the next one, so none is lost or torn."""
+def read(path: Path, kinds: Collection[str] | None = None) -> Contents:
+    """Read all rows of a journal, or those of `kinds`. A last line without its end is left out.
 
-    def __init__(self, path: Path) -> None:
-        """Open for appending. Raises OSError."""
-        self.path = path
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._pending: list[bytes] = []
-
-    @classmethod
-    def create(cls, path: Path, header: Row) -> Journal:
-        """Start a new journal with its header, replacing one that is there."""
-        path.unlink(missing_ok=True)
-        journal = cls(path)
-        journal.write("header", **header)
-        return journal
-
-    def write(self, kind: str, **fields: Any) -> None:
-        """Append one row. Raises OSError where the disk is full; the row is then tried again with the next one."""
-        self._pending.append(_encode({"kind": kind, **fields}))
-        self.flush()
-
-    def flush(self) -> None:
-        """Write rows that are still waiting. Raises OSError where the disk refuses them."""
-        if self._descriptor is None:
-            raise ValueError(f"{self.path} is closed")
-        while self._pending:
-            start = os.fstat(self._descriptor).st_size
-            try:
-                _write_all(self._descriptor, self._pending[0])
-            except OSError:
-                os.ftruncate(self._descriptor, start)  # half a line in the middle would make the file unreadable
-                raise
-            del self._pending[0]
-
-    def sync(self) -> None:
-        """Flush, and have the operating system put everything on the disk. Raises OSError."""
-        self.flush()
-        assert self._descriptor is not None  # flush checked it
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing. Rows that are still waiting are lost."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def read(path: Path) -> Contents:
-    """Read a journal; a last line without its end is left out. Raises CheckpointError where another line is damaged."""
-    rows = [row for row, _ in _lines(path)]
-    if not rows or rows[0].get("kind") != "header":
-        raise CheckpointError(
-            f"{path}: expected a header in the first line, found none: remove the file, and resuming starts a new one"
-        )
-    return Contents(rows[0], rows[1:])
-
-
-def cut(path: Path, step: int) -> Contents:
-    """Remove every row after `step`, so that a run can be continued from there, and return what is left."""
-    contents = read(path)
-    end = 0
-    for row, line_end in _lines(path):
-        if row["kind"] != "header" and row["step"] > step:
-            break
-        end = line_end
-    with path.open("r+b") as file:
-        file.truncate(end)
-        os.fsync(file.fileno())
-    return Contents(contents.header, [row for row in contents.rows if row["step"] <= step])
-
-
-def _lines(path: Path) -> list[tuple[Row, int]]:
-    """Every whole line as (row, offset of its end in bytes)."""
+    Raises CheckpointError where another line is damaged, or the journal is of a newer schema.
+    """
+    header: Row | None = None
+    rows: list[Row] = []
     try:
-        data = path.read_bytes()
+        for line in lines(path):
+            if header is None:
+                header = check_header(path, line)
+            elif line.row is None:
+                raise CheckpointError(line.problem)
+            elif kinds is None or line.row["kind"] in kinds:
+                rows.append(line.row)
     except OSError as error:
         raise CheckpointError(
             f"{path}: expected a run's journal, found {error.strerror}: is this a run folder?"
         ) from None
-    lines: list[tuple[Row, int]] = []
-    start = 0
-    while (newline := data.find(b"\n", start)) >= 0:
-        try:
-            row = json.loads(data[start:newline])
-            if row["kind"] != "header" and not isinstance(row["step"], int):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise CheckpointError(
-                f"{path} line {len(lines) + 1}: expected a JSON row, found {data[start:newline][:60]!r}: "
-                "remove the line, or restore the file"
-            ) from None
-        lines.append((_decode(row), newline + 1))
-        start = newline + 1
-    return lines
+    return Contents(check_header(path, None) if header is None else header, rows)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _encode(row: Row) -> bytes:
-    return json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return value
+def cut(path: Path, step: int, kinds: Collection[str] | None = None) -> Contents:
+    """Remove every row after `step`, so that a run can be continued from there; return what `read` then would."""
+    contents = read(path, kinds)
+    end = 0
+    for line in lines(path):
+        assert line.row is not None  # else `read` would have raised
+        if line.row["kind"] != "header" and line.row["step"] > step:
+            break
+        end = line.end
+    with path.open("r+b") as file:
+        file.truncate(end)
+        os.fsync(file.fileno())
+    return Contents(contents.header, [row for row in contents.rows if row["step"] <= step])

@@ -61,8 +61,8 @@ class Saved:
 def saved(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpointing: bool) -> Saved:
     """What a GPT saves for backward under a resolved recipe, for `batch` sequences of so many tokens.
 
-    Layers that the recipe keeps at the ends (`first_last`) save what kept layers do: a mean over the blocks. Raises
-    ConfigError for mixtures of experts, where it follows from which tokens visit which experts.
+    Layers that the recipe keeps at the ends (`first_last`) save what kept layers do: a mean over the blocks. Where
+    layers have casts of their own, all blocks are run. Raises ConfigError for mixtures of experts, where it follows from which tokens visit which experts.
     """
     if config.experts:
         raise ConfigError(
@@ -71,6 +71,8 @@ def saved(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpoint
         )
     if tokens > config.context:
         raise ConfigError(f"sequence_length={tokens}: the model's context is {config.context}; change either")
+    if recipe.layers:
+        return _measured_whole(config, recipe, batch, tokens, checkpointing)
     plain = recipe.replace(first_last=(0, 0), schedule=())
     shape = config.replace(layers=2)
     found = _measured(shape, plain, batch, tokens, checkpointing)
@@ -112,6 +114,23 @@ def _mean(quantized_: Saved, kept: Saved, share: float) -> Saved:
     return Saved(**{name: mixed(name) for name in _SIZES}, stream=quantized_.stream)
 
 
+def _measured_whole(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpointing: bool) -> Saved:
+    """Of a model whose blocks are not alike: a block is their mean."""
+    marks, stream = _run(config, recipe, batch, tokens, checkpointing)
+    block = round((marks[-2] - marks[0]) / config.layers)
+    last = marks[-1] - marks[0] - config.layers * block  # so that the total is exact
+    layers = [each for each in layers_of(GPT(config, device="meta")) if each.name.startswith("blocks.")]
+    chosen = quantized(layers, recipe)
+    own = {each: recipe.for_layer(each.name) for each in layers if chosen[each.name]}
+    weights = sum(0 if is_multiplied_as_stored(o) else weight_codes(each, o) for each, o in own.items())
+    stored = sum(weight_codes(each, o) for each, o in own.items() if is_multiplied_as_stored(o))
+    if not checkpointing:
+        # without values torch does not see that these codes are the parameter's
+        block -= round(stored / config.layers)
+    inside = _measured_whole(config, recipe, batch, tokens, False).block if checkpointing else 0
+    return Saved(marks[0], block, last, inside, round(weights / config.layers), stream)
+
+
 @functools.lru_cache(maxsize=1024)
 def _measured(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpointing: bool) -> Saved:
     """Of a model of two blocks."""
@@ -132,7 +151,7 @@ def _measured(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkp
 def _run(
     config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpointing: bool
 ) -> tuple[list[int], torch.dtype]:
-    """Bytes saved before the first of two blocks, after it, after the second and at the end; the dtype in between."""
+    """Bytes saved before the first block, after it, after each other one and at the end; the dtype in between."""
     model = GPT(config, device="meta", activation_checkpointing=checkpointing)
     marks: list[int] = []
     dtypes: list[torch.dtype] = []

@@ -122,10 +122,10 @@ def _state(part: Part, recipe: Recipe, spread: Spread, *, wide_grad: bool) -> di
         found["grad"] += sum(n * grad_bytes(p, recipe, wide_grad=wide_grad) for p, n in small.items())
     chosen = quantized(part.whole.all_layers, recipe)
     # every stage has as many quantized layers as its blocks are a part of all
-    layers = sum(chosen.values())
+    scaling = sum(scaling_bytes(recipe.for_layer(name)) for name, is_quantized in chosen.items() if is_quantized)
     if part.stages > 1:
-        layers = -(-layers * part.blocks // part.whole.config.layers)
-    found["scaling"] = layers * scaling_bytes(recipe)
+        scaling = -(-scaling * part.blocks // part.whole.config.layers)
+    found["scaling"] = scaling
     found["buffer"] = part.whole.buffers
     return found
 

@@ -89,7 +89,7 @@ def best(
     work = work or Work()
     budget = check_budget(gpus, memory_gb)
     name, config = config_of(model)
-    resolved = library.recipe(recipe).resolve("cpu").at(0)
+    resolved = _resolved(recipe)
     found: list[Plan] = []
     for checkpointing in work.kinds:
         step = work.step(config, checkpointing)
@@ -101,6 +101,16 @@ def best(
                 return Answer(min(fitting, key=lambda each: sum(each.wire.values())), budget)
             found += plans
     return Answer(min(found, key=lambda each: each.peak), budget)
+
+
+def _resolved(recipe: str | Recipe) -> Recipe:
+    resolved = library.recipe(recipe).resolve("cpu").at(0)
+    if resolved.layers:
+        raise ConfigError(
+            f"recipe '{resolved.name}' has layers with casts of their own, and layouts are searched among models whose "
+            "blocks are alike: expected a recipe without; or plan one layout of data alone"
+        )
+    return resolved
 
 
 def given(
@@ -169,7 +179,7 @@ def largest(
     """
     work = work or Work()
     budget = check_budget(gpus, memory_gb)
-    resolved = library.recipe(recipe).resolve("cpu").at(0)
+    resolved = _resolved(recipe)
     by_size = sorted(preset_names(), key=lambda name: -outline(preset(name)).parameters)
     found = next((name for name in by_size if fits(preset(name), resolved, gpus, budget, work)), None)
     blocks = largest_of_family(resolved, gpus, budget, work)

@@ -126,6 +126,11 @@ def plan(
     step = Step(batch_size, tokens, accumulation, checkpointing == "full")
     plan_rank.parts(config, spread)
     check(spread, step)
+    if resolved.layers and spread.ranks != spread.data:
+        raise ConfigError(
+            f"recipe '{resolved.name}' has layers with casts of their own, and parallel {spread} parts layers as if "
+            "all were alike: expected data alone; or plan by each of the recipes that the layers follow"
+        )
     activations = saved(config, resolved, batch_size, tokens, step.recomputes)
     return plan_gpt(config, resolved, spread, step, activations, name)
 
@@ -215,7 +220,9 @@ def _plan_any(
     for each in shapes:
         counts[each] = counts.get(each, 0) + 1
     found = total(counts, recipe, wide_grad=accumulation > 1)
-    found["scaling"] = sum(each.experts * scaling_bytes(recipe) for each in layers if chosen[each.name])
+    found["scaling"] = sum(
+        each.experts * scaling_bytes(recipe.for_layer(each.name)) for each in layers if chosen[each.name]
+    )
     found["buffer"] = buffers
     found |= plan_rank.reduced(shapes, [], recipe, spread)
     wire = plan_rank.averaged(shapes, recipe, spread.data)

@@ -15,7 +15,7 @@ from narrowgauge.errors import CheckpointError, RecipeError
 from narrowgauge.layers.report import report
 from narrowgauge.layers.statistics import collect
 from narrowgauge.observe import journal as journals
-from narrowgauge.observe.journal import Journal
+from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.ledger import Ledger, SavedActivations, ledger
 from narrowgauge.observe.shares import shares_by_role
 from narrowgauge.recipes.serialize import from_dict, to_dict
@@ -50,7 +50,7 @@ class Session:
         sequences = config.batch_size * config.accumulation * self.ranks.batch_ranks
         self.tokens_per_step = sequences * parts.stream.sequence_length
         self._first_step = 0
-        self._journal: Journal | None = None
+        self._journal: JournalWriter | None = None
         self._journal_is_behind = False
         self._saving: tuple[SaveHandle, int, float] | None = None  # what is written, of which step, since when
 
@@ -90,10 +90,10 @@ class Session:
     def _open_journal(self, start: int | None) -> journals.Contents | None:
         """A new journal; or, of a run that goes on from step `start`, the old one, cut back: its contents."""
         if start is None or not self.folder.journal.exists():
-            self._journal = Journal.create(self.folder.journal, self._header())
+            self._journal = JournalWriter.create(self.folder.journal, self._header())
             return None
-        contents = journals.cut(self.folder.journal, start)
-        self._journal = Journal(self.folder.journal)
+        contents = journals.cut(self.folder.journal, start, ("step", "evaluation"))
+        self._journal = JournalWriter(self.folder.journal)
         return contents
 
     def train(self, interruption: Interruption, on_progress: Callable[[int], None] = lambda step: None) -> Result:

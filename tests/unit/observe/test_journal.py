@@ -11,11 +11,11 @@ import pytest
 
 from narrowgauge.errors import CheckpointError
 from narrowgauge.observe import journal
-from narrowgauge.observe.journal import Journal
+from narrowgauge.observe.journal_writer import JournalWriter
 
 
 def write(path: Path, steps: int) -> None:
-    with_header = Journal.create(path, {"recipe": "fp16"})
+    with_header = JournalWriter.create(path, {"recipe": "fp16"})
     for step in range(1, steps + 1):
         with_header.write("step", step=step, loss=1 / (3 * step))
     with_header.close()
@@ -24,7 +24,7 @@ def write(path: Path, steps: int) -> None:
 def test_numbers_read_back_with_the_same_bits(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     values = [0.1, 1e-45, 2**-1074, 1.7976931348623157e308, math.inf, -math.inf, math.nan]
-    log = Journal.create(path, {})
+    log = JournalWriter.create(path, {})
     log.write("step", step=1, values=values, nested={"loss": math.nan})
     log.close()
     row = journal.read(path).rows[0]
@@ -48,7 +48,7 @@ def test_cut_keeps_everything_up_to_the_step_and_appending_goes_on_there(tmp_pat
     write(path, 5)
     contents = journal.cut(path, 2)
     assert [row["step"] for row in contents.rows] == [1, 2]
-    log = Journal(path)
+    log = JournalWriter(path)
     log.write("step", step=3, loss=0.0)
     log.close()
     assert [row["step"] for row in journal.read(path).of_kind("step")] == [1, 2, 3]
@@ -82,7 +82,7 @@ def test_a_row_that_a_full_disk_tears_is_taken_back_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    log = Journal.create(path, {})
+    log = JournalWriter.create(path, {})
     real = os.write
 
     def half_then_full(descriptor: int, data: bytes) -> int:

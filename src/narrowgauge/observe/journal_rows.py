@@ -1,0 +1,137 @@
+"""Lines of a journal: one JSON object each, whose numbers read back as the same bits, streamed from the disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from narrowgauge.errors import CheckpointError
+
+Row = dict[str, Any]
+SCHEMA = 2  # what this version writes; a header without one is schema 1's
+LONGEST_LINE = 1 << 28  # bytes; a row of 10,000 layers has a few megabytes, and what is longer is no row
+# JSON has no such numbers; Python's bare NaN would be refused by other readers
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_START = b'{"kind": "'  # of every line as `encode` writes it: other kinds are passed over without being parsed
+
+
+@dataclass(frozen=True)
+class Line:
+    """A whole line: its row, or what is wrong with it; its number from 1, and where it ends, in bytes."""
+
+    number: int
+    end: int
+    row: Row | None
+    problem: str = ""
+
+
+def encode(row: Row) -> bytes:
+    """The line of `row`, with its end."""
+    return json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Row:
+    """The row of a line. Raises ValueError where it holds none."""
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        raise ValueError("no kind")
+    if row["kind"] != "header" and not isinstance(row.get("step"), int):
+        raise ValueError("no step")
+    return _decode(row)
+
+
+def lines(path: Path, kinds: Collection[str] | None = None) -> Iterator[Line]:
+    """Every whole line of a journal, or only those of `kinds`, without holding more than one; an unended one is left
+    out.
+
+    Raises OSError.
+    """
+    starts = None if kinds is None else tuple(_START + kind.encode() + b'"' for kind in kinds)
+    with path.open("rb") as file:
+        number = end = 0
+        while data := file.readline(LONGEST_LINE):
+            number += 1
+            is_too_long = len(data) == LONGEST_LINE and not data.endswith(b"\n")
+            end += len(data) + (_skip_line(file) if is_too_long else 0)
+            if is_too_long:
+                yield Line(number, end, None, _problem(path, number, data))
+            elif not data.endswith(b"\n"):
+                return
+            elif starts is None or data.startswith(starts) or not data.startswith(_START):
+                line = _parsed(path, number, end, data)
+                if kinds is None or line.row is None or line.row["kind"] in kinds:
+                    yield line
+
+
+def ends_whole(path: Path) -> bool:
+    """Whether the last line has its end; an empty file has. Raises OSError."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def check_header(path: Path, line: Line | None) -> Row:
+    """The header, which is a journal's first line. Raises CheckpointError where it is none, or of a newer schema."""
+    if line is None or line.row is None or line.row["kind"] != "header":
+        raise CheckpointError(
+            f"{path}: expected a header in the first line, found none: remove the file, and resuming starts a new one"
+        )
+    schema = line.row.get("schema", 1)
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise CheckpointError(
+            f"{path}: expected a journal of schema {SCHEMA} or before, found schema {schema}, from a newer version: "
+            "update narrowgauge"
+        )
+    return line.row
+
+
+def _parsed(path: Path, number: int, end: int, data: bytes) -> Line:
+    try:
+        return Line(number, end, decode(data))
+    except ValueError:
+        return Line(number, end, None, _problem(path, number, data))
+
+
+def _problem(path: Path, number: int, data: bytes) -> str:
+    return (
+        f"{path} line {number}: expected a JSON row, found {data[:60].rstrip()!r}: remove the line, or restore the file"
+    )
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    """Read on to the end of the line; how many bytes that were."""
+    skipped = 0
+    while data := file.readline(1 << 20):
+        skipped += len(data)
+        if data.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value
