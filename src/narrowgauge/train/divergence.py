@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import deque
-
+from narrowgauge.observe.loss_band import RobustBand
 from narrowgauge.train.sections import DivergenceConfig
 
-MAD_TO_SD = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
 
-
-class LossBand:
-    """Watches the losses of a run, in order.
-
-    The band ends at median + max(spreads * spread, floor), of the window with the lowest median so far: a run that
-    creeps upwards does not carry its band along. Losses outside it never enter a window. Until a window is full, the
-    losses so far make one.
-    """
+class LossBand(RobustBand):
+    """Watches the losses of a run, in order, as `divergence` in its configuration says."""
 
     def __init__(self, config: DivergenceConfig) -> None:
+        super().__init__(config.window, config.spreads, config.floor)
         self.config = config
-        self._window: deque[float] = deque(maxlen=config.window)
-        self._lowest = math.inf
-        self._end = math.inf
-        self.outside = 0  # losses in a row
-
-    @property
-    def end(self) -> float:
-        """The largest loss that is still inside, nats a token; infinite before the first loss."""
-        return self._end
 
     @property
     def has_exploded(self) -> bool:
@@ -37,22 +19,6 @@ class LossBand:
         return self.outside >= self.config.patience
 
     def add(self, loss: float) -> None:
-        """Take in the next step's loss, nats a token."""
-        if not self.config.enabled:
-            return
-        if math.isfinite(loss) and loss <= self._end:
-            self.outside = 0
-            self._widen(loss)
-        else:
-            self.outside += 1
-
-    def _widen(self, loss: float) -> None:
-        self._window.append(loss)
-        median = statistics.median(self._window)
-        is_full = len(self._window) == self.config.window
-        if is_full and median > self._lowest:
-            return
-        spread = MAD_TO_SD * statistics.median(abs(value - median) for value in self._window)
-        self._end = median + max(self.config.spreads * spread, self.config.floor)
-        if is_full:
-            self._lowest = median
+        """Take in the next step's loss, nats a token; nothing where the section is not enabled."""
+        if self.config.enabled:
+            super().add(loss)
