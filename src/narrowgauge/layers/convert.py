@@ -120,6 +120,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _convert_linear(module: nn.Module, recipe: Recipe, selection: Selection) -> None:
+    recipe = recipe.for_layer(selection.name)
     if not selection.quantized and recipe.compute is FP32 and not recipe.tf32:
         _restore(module)  # float32 products of float32 operands: torch's own
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from narrowgauge.numerics.rounding import NEAREST_EVEN
 from narrowgauge.numerics.scaling import CURRENT
 from narrowgauge.ops.matmul import OUTPUT
 from narrowgauge.recipes import library
-from narrowgauge.recipes.spec import CastSpec, Recipe
+from narrowgauge.recipes.spec import OPERAND_ROLES, CastSpec, Recipe
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -84,9 +84,13 @@ def frozen_spec(recipe: Recipe) -> CastSpec:
 
 def without_history(recipe: Recipe) -> Recipe:
     """The recipe with operands scaled by the tensor at hand where they have a history."""
-    operands = {role: getattr(recipe, role) for role in ("input", "weight", "grad_output")}
-    delayed = {role: spec for role, spec in operands.items() if spec is not None and spec.is_delayed}
-    return recipe.replace(**{role: dataclasses.replace(spec, scale=CURRENT) for role, spec in delayed.items()})
+
+    def current(value: Any) -> Any:
+        is_delayed = isinstance(value, CastSpec) and value.is_delayed
+        return dataclasses.replace(value, scale=CURRENT) if is_delayed else value
+
+    layers = tuple((glob, tuple((field, current(value)) for field, value in own)) for glob, own in recipe.layers)
+    return recipe.replace(layers=layers, **{role: current(getattr(recipe, role)) for role in OPERAND_ROLES})
 
 
 def _multiplied_as(spec: CastSpec, model: nn.Module) -> Iterator[nn.Parameter]:

@@ -51,7 +51,9 @@ class ChartRow:
 
 
 def chart_rows(recipes: Iterable[str | Recipe] | None = None) -> list[ChartRow]:
-    """One row for each recipe, and for each of its schedule; none named: the guide's rows, then all named recipes.
+    """One row for each recipe, each of its schedule, and each glob of layers that multiply otherwise.
+
+    None named: the guide's rows, then all named recipes.
 
     Raises RecipeError for an unknown name.
     """
@@ -77,7 +79,11 @@ def chart_json(rows: Sequence[ChartRow]) -> str:
 
 def _rows(of: Recipe) -> list[ChartRow]:
     (_, first), *later = of.phases
-    return [_row(first), *(_row(each, f"{each.name} after step {step}") for step, each in later)]
+    rows = []
+    for each, title in [(first, first.name), *((each, f"{each.name} after step {step}") for step, each in later)]:
+        rows.append(_row(each, title))
+        rows += [_row(each.with_own(own), f"{title}: {glob}") for glob, own in each.layers]
+    return rows
 
 
 def _row(of: Recipe, title: str | None = None) -> ChartRow:

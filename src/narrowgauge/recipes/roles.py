@@ -17,10 +17,11 @@ OPERANDS = {"output": ("input", "weight"), "grad_input": ("grad_output", "weight
 OPERAND_ROLES = ("input", "weight", "grad_output")
 # the second use of an operand, in the product named, where its cast is not that of the first; input's is `activation`
 SECOND_USES = ("weight_for_grad_input", "grad_output_for_grad_weight")
+PRODUCT_ROLES = (*OPERAND_ROLES, *SECOND_USES, "activation")
 STATE_ROLES = ("param", "master", "grad", "exp_avg", "exp_avg_sq")
 MOMENT_ROLES = ("exp_avg", "exp_avg_sq")  # an optimizer with one moment, momentum, keeps it as exp_avg
 COMM_ROLES = ("grad_comm", "param_comm", "activation_comm", "pipeline_comm")
-ROLES = (*OPERAND_ROLES, *SECOND_USES, "activation", *STATE_ROLES, *COMM_ROLES)
+ROLES = (*PRODUCT_ROLES, *STATE_ROLES, *COMM_ROLES)
 REQUIRED_ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 # what a role without a cast of its own means, as tables print it

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from narrowgauge.recipes.layers import last_match
 from narrowgauge.recipes.spec import Recipe
 
 HEAD = "lm_head"  # the output layer's name in Hugging Face models and in ours
@@ -39,12 +40,14 @@ def select(candidates: Sequence[Candidate], recipe: Recipe) -> list[Selection]:
     4. it matches an `exclude` glob;
     5. it has fewer than `min_size` input or output features;
     6. it is among the first or last (`first_last`) of those that remain, counted in the given order;
-    7. else it is quantized.
+    7. it has fields of its own (`layers`), which quantize nothing;
+    8. else it is quantized.
 
     Globs are case-sensitive and match the whole dotted name; `*` also matches dots.
     """
     kept = {c.name: _kept_by_itself(c, recipe) for c in candidates}
     kept.update(_kept_at_the_ends([c.name for c in candidates if kept[c.name] is None], recipe))
+    kept.update(_kept_by_fields_of_their_own([c.name for c in candidates if kept[c.name] is None], recipe))
     return [
         Selection(c.name, reason is None, reason if reason is not None else _reason_to_quantize(c, recipe))
         for c in candidates
@@ -58,12 +61,12 @@ def head_is_asked_for(recipe: Recipe) -> bool:
 
 
 def unmatched_globs(candidates: Sequence[Candidate], recipe: Recipe) -> list[str]:
-    """The globs of `include`, `exclude` and `smooth` that match no candidate, most often a misspelling.
+    """The globs of `include`, `exclude`, `smooth` and `layers` that match no candidate, most often a misspelling.
 
     Defaults are left out.
     """
     defaults = {*Recipe().include, *Recipe().exclude}
-    patterns = dict.fromkeys((*recipe.include, *recipe.exclude, *recipe.smooth))
+    patterns = dict.fromkeys((*recipe.include, *recipe.exclude, *recipe.smooth, *(glob for glob, _ in recipe.layers)))
     return [p for p in patterns if p not in defaults and _matching([p], candidates) == 0]
 
 
@@ -100,5 +103,20 @@ def _kept_at_the_ends(names: Sequence[str], recipe: Recipe) -> dict[str, str]:
     return reasons | {name: f"among the first {first} selected layers" for name in names[:first]}
 
 
+def _kept_by_fields_of_their_own(names: Sequence[str], recipe: Recipe) -> dict[str, str]:
+    """Last of all, so that no other layer's turn among the first or last depends on it."""
+    if not recipe.layers:
+        return {}
+    wide = [name for name in names if not recipe.for_layer(name).quantizes_gemms]
+    return {name: f"in the compute dtype by {_own_fields(name, recipe)}" for name in wide}
+
+
+def _own_fields(name: str, recipe: Recipe) -> str | None:
+    glob = last_match(name, recipe.layers)
+    return None if glob is None else f"fields of its own, '{glob}'"
+
+
 def _reason_to_quantize(layer: Candidate, recipe: Recipe) -> str:
-    return f"matches include glob '{_first_match(layer.name, recipe.include)}'"
+    reason = f"matches include glob '{_first_match(layer.name, recipe.include)}'"
+    own = _own_fields(layer.name, recipe)
+    return f"{reason}, with {own}" if own else reason

@@ -77,6 +77,8 @@ def _plain(field: str, value: Any) -> Any:
         return value.name
     if field == "schedule":
         return [[step, to_dict(recipe)] for step, recipe in value]
+    if field == "layers":
+        return [[glob, {own: _plain(own, each) for own, each in own_fields}] for glob, own_fields in value]
     if isinstance(value, Hadamard):
         return {"signs": list(value.signs)}
     if isinstance(value, tuple):
@@ -102,6 +104,8 @@ def _read(field: str, data: Any) -> Any:
         return spec_from_dict(data, field)
     if field == "schedule":
         return _schedule(data)
+    if field == "layers":
+        return _layers(data)
     return _hadamard(data) if field == "hadamard" else data
 
 
@@ -109,6 +113,14 @@ def _schedule(data: Any) -> list[tuple[Any, Recipe]]:
     if not isinstance(data, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in data):
         raise RecipeError(f"schedule={data!r}: expected pairs [steps, recipe] as `to_dict` writes them")
     return [(step, from_dict(recipe)) for step, recipe in data]
+
+
+def _layers(data: Any) -> list[tuple[Any, dict[str, Any]]]:
+    if not isinstance(data, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in data):
+        raise RecipeError(f"layers={data!r}: expected pairs [glob, fields] as `to_dict` writes them")
+    for glob, own in data:
+        _check_mapping(f"layers {glob!r}", own)
+    return [(glob, {field: _read(field, value) for field, value in own.items()}) for glob, own in data]
 
 
 def _hadamard(data: Any) -> Hadamard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,12 +17,14 @@ from narrowgauge.recipes import fields as check
 from narrowgauge.recipes.cast_spec import CastSpec
 from narrowgauge.recipes.combinations import check_combinations
 from narrowgauge.recipes.fields import AUTO, MIN_STATE_SIZE, Emulation, Evaluation, GradAccumulation
+from narrowgauge.recipes.layers import LayerFields, LayerFieldValues, check_layers, matching, products_of
 from narrowgauge.recipes.roles import (
     COMM_ROLES,
     GEMMS,
     MOMENT_ROLES,
     OPERAND_ROLES,
     OPERANDS,
+    PRODUCT_ROLES,
     REQUIRED_ROLES,
     ROLES,
     SECOND_USES,
@@ -68,6 +71,7 @@ class Recipe:
     schedule: ((steps, recipe), ...): the recipe in force after so many optimizer steps, see `switch_at`.
     smooth: globs over names of quantized layers whose input channels are each brought to one magnitude, by a power of
         two that the weight takes back (Smooth-SwiGLU, arXiv:2409.12517): for the projection after a gated product.
+    layers: ((glob, ((field, value), ...)), ...): how layers multiply that do not as the rest, see `for_layers`.
 
     Raises RecipeError for an unknown field, naming the closest, and for a value that its field does not take.
     """
@@ -102,6 +106,7 @@ class Recipe:
     tf32: bool = False
     hadamard: Hadamard | None = None
     smooth: tuple[str, ...] = ()
+    layers: tuple[LayerFields, ...] = ()
     schedule: tuple[tuple[int, Recipe], ...] = ()
 
     def __new__(cls, **fields: Any) -> Self:
@@ -129,6 +134,7 @@ class Recipe:
             check.flag(field, getattr(self, field))
         set_field(self, "schedule", check_schedule(self, self.schedule))
         check_combinations(self)
+        set_field(self, "layers", check_layers(self, self.layers))
 
     def operand(self, gemm: str, role: str) -> CastSpec | None:
         """The cast of an operand in one product ("output", "grad_input", "grad_weight"); None: the compute dtype.
@@ -146,6 +152,33 @@ class Recipe:
         """A copy with other fields. Raises RecipeError for a field that no recipe has, naming the closest."""
         check_fields(fields)
         return dataclasses.replace(self, **fields)
+
+    def for_layers(self, globs: str | Iterable[str], like: str | Recipe | None = None, /, **fields: Any) -> Self:
+        """A copy in which the layers that match one of `globs` multiply otherwise than the rest.
+
+        like: a recipe whose products these layers have; left out: this one's. fields: what is changed there: `input`,
+        `weight`, `grad_output`, their second uses, `activation`, `override_linear_precision` and `hadamard`. A layer
+        whose operands all are None runs in the compute dtype. Where a layer matches several times, the last one wins,
+        field by field. Which layers take part at all, `include`, `exclude` and the like say; how parameters and states
+        are kept is the same for all layers.
+
+        Raises RecipeError for another field, and for values that do not go together.
+        """
+        from narrowgauge.recipes.library import recipe  # which is made of this module
+
+        own = fields if like is None else products_of(recipe(like)) | fields
+        return self.replace(layers=(*self.layers, *((glob, own) for glob in check.globs("layers", globs))))
+
+    def for_layer(self, name: str) -> Self:
+        """The plain recipe of the layer called `name`: with the fields of its own, and none for others."""
+        return self.with_own(matching(name, self.layers)) if self.layers else self
+
+    def with_own(self, fields: LayerFieldValues) -> Self:
+        """The plain recipe of a layer with these fields of its own."""
+        own = dict(fields)
+        # channels are smoothed for the input's cast, and these layers may have none
+        smooth = self.smooth if own.get("input", self.input) is not None else ()
+        return self.replace(layers=(), smooth=smooth, **own)
 
     def switch_at(self, step: int, other: str | Recipe) -> Self:
         """This recipe with a schedule: after `step` optimizer steps, taken or skipped, `other` is in force.
@@ -196,8 +229,12 @@ class Recipe:
 
     @property
     def quantizes_gemms(self) -> bool:
-        """True where a GEMM operand, or the saved activation that grad_weight multiplies, has a format of its own."""
-        return any(getattr(self, role) is not None for role in (*OPERAND_ROLES, *SECOND_USES, "activation"))
+        """True where a GEMM operand, or the saved activation that grad_weight multiplies, has a format of its own.
+
+        In some layers at least: see `for_layer` for one.
+        """
+        own = (dict(fields).get(role) for _, fields in self.layers for role in PRODUCT_ROLES)
+        return any(spec is not None for spec in (*(getattr(self, role) for role in PRODUCT_ROLES), *own))
 
     def __repr__(self) -> str:
         changed = [f.name for f in dataclasses.fields(self) if f.name == "name" or getattr(self, f.name) != f.default]
@@ -249,6 +286,12 @@ def _cell(field: str, value: Any) -> str:
         return ", ".join(gemm for gemm, flag in zip(GEMMS, value, strict=True) if flag) or "none"
     if field == "schedule":
         return "; ".join(f"after step {step}: {recipe.name}" for step, recipe in value) or "none"
+    if field == "layers":
+        return "; ".join(f"{glob}: {_own_cells(fields)}" for glob, fields in value) or "all alike"
     if isinstance(value, tuple):
         return ", ".join(f"{v:.1%}" if isinstance(v, float) else str(v) for v in value) or "none"
     return str(value)
+
+
+def _own_cells(fields: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"{field} {_cell(field, value)}" for field, value in fields)
