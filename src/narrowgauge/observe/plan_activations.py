@@ -62,7 +62,9 @@ def saved(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpoint
     """What a GPT saves for backward under a resolved recipe, for `batch` sequences of so many tokens.
 
     Layers that the recipe keeps at the ends (`first_last`) save what kept layers do: a mean over the blocks. Where
-    layers have casts of their own, all blocks are run. Raises ConfigError for mixtures of experts, where it follows from which tokens visit which experts.
+    layers have casts of their own, all blocks are run.
+
+    Raises ConfigError for mixtures of experts, where it follows from which tokens visit which experts.
     """
     if config.experts:
         raise ConfigError(
