@@ -205,3 +205,33 @@ def test_torch_compile_of_the_arguments_compiles_the_prepared_model(tmp_path: Pa
     assert hasattr(compiled.model_wrapped, "_orig_mod") and compiled.conversion_report.counts()["converted"] == 14
     # sums in another order, a code more or less: within a unit in the last place of bfloat16
     assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=2**-8)
+
+
+def test_hooks_of_scripts_meet_gradients_that_do_what_gradients_do(tmp_path: Path) -> None:
+    """Case 33: what third-party training code does with gradients, in hooks that it placed before the Trainer came."""
+    seen: list[str] = []
+
+    def use(p: Tensor) -> None:
+        grad = p.grad
+        assert grad is not None
+        wide = grad.dequantize() if isinstance(grad, QuantizedTensor) else grad.clone()
+        seen.append(type(grad).__name__)
+        assert torch.equal(grad.view(-1) + 0, wide.view(-1)) and torch.equal(grad.clone() + 0, wide)
+        assert grad.isfinite().all() and grad.numel() == p.numel() and torch.equal(grad.to(torch.float32), wide.float())
+        assert float(grad.norm()) == pytest.approx(float(wide.float().norm()), rel=2**-8)
+        grad.mul_(0.5)
+
+    runs = []
+    for halved, lr in ((True, 0.5), (False, 0.25)):
+        model = FAMILIES["llama"].make()
+        if halved:
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(use)
+        run = arguments(
+            tmp_path, max_steps=1, optim="sgd", learning_rate=lr, lr_scheduler_type="constant", max_grad_norm=0
+        )
+        recipe = ng.recipe("narrow8", min_state_size=256)
+        runs.append(Trainer(model, run, train_dataset=DATA, recipe=recipe))
+        runs[-1].train()
+    assert_same(*runs)  # half the gradient at twice the rate: the same update, to the bit
+    assert {"QuantizedTensor", "Tensor"} == set(seen) and len(seen) == len(list(runs[0].model.parameters()))
