@@ -53,7 +53,12 @@ def _plain_table(
 
 def print_json(value: Any) -> None:
     """Print `value` as JSON; NaN and infinity, which JSON lacks, as null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+    print(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON; NaN and infinity, which JSON lacks, as null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 
 def _cell(value: Any) -> str:

@@ -1,117 +1,95 @@
-"""`narrowgauge doctor`: what this machine does natively, what it emulates, and why."""
+"""`narrowgauge doctor`: what this machine does natively, what it emulates, and why; a report to paste into an issue."""
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from narrowgauge.cli.arguments import Parser
+from narrowgauge.cli.capabilities import everything
+from narrowgauge.errors import ConfigError
 
-PACKAGES = (
-    "narrowgauge", "torch", "numpy", "numba", "safetensors", "tokenizers",
-    "transformers", "datasets", "pyarrow", "tensorboard", "torchao", "triton",
-)  # fmt: skip
-# what moves the speed or the reach of a run, by the environment
-VARIABLES = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
-# the families of CPU features that products of narrow formats depend on
-FEATURES = ("amx", "avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "bf16", "fp16", "i8mm", "sve")
+STDOUT = "-"
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print versions, devices, and for every pair of operands that a recipe multiplies: native or emulated, and why."""
+    """Print what there is and what it can do, or write a report of a problem."""
     parser = Parser(
         "doctor",
-        "What this machine does natively, what it emulates, and why.\n"
-        "Emulated: the same codes and scales, multiplied in a wider format that holds them exactly.",
-        ["narrowgauge doctor", "narrowgauge doctor --json"],
+        "What this machine does natively, what it emulates, and why; which kernels and collectives it takes; which\n"
+        "packages are there, and new enough.\n"
+        "Emulated: the same codes and scales, multiplied in a wider format that holds them exactly.\n\n"
+        "--bug-report writes that, and with --run a run's recipe, configuration and last journal rows, as text to\n"
+        "paste into an issue. It holds no user or host name, no path, no address, no text of data or prompts.",
+        [
+            "narrowgauge doctor",
+            "narrowgauge doctor --json",
+            "narrowgauge doctor --bug-report",
+            "narrowgauge doctor --bug-report report.md --run runs/NAME",
+        ],
     )
+    parser.add_argument(
+        "--bug-report", nargs="?", const=STDOUT, metavar="FILE", help="write a report, to standard output by default"
+    )
+    parser.add_argument("--run", metavar="RUN", help="a run's folder, for the report")
     parser.add_json_option()
     arguments = parser.parse(argv)
-
-    from narrowgauge.cli.console import print_json, print_table
-
-    report = {"machine": _machine(), "packages": _packages(), "products": _products()}
-    if arguments.json:
-        print_json(report)
+    if arguments.run is not None and arguments.bug_report is None:
+        parser.error("--run: expected it beside --bug-report, found it alone")
+    if arguments.bug_report is not None:
+        _write_report(arguments.bug_report, arguments.run, arguments.json)
         return 0
-    print_table("machine", ["", ""], list(report["machine"].items()))
-    print_table("packages", ["", ""], list(report["packages"].items()))
-    columns = ["device", "operands", "recipes", "runs", "why"]
-    rows = [row | {"recipes": ", ".join(row["recipes"])} for row in report["products"]]
-    print_table("products of linear layers", columns, [[row[c] for c in columns] for row in rows])
+
+    from narrowgauge.cli.console import print_json
+
+    found = everything()
+    if arguments.json:
+        print_json(found)
+    else:
+        _print_tables(found)
     return 0
 
 
-def _machine() -> dict[str, Any]:
-    import torch
+def _print_tables(found: dict[str, Any]) -> None:
+    from narrowgauge.cli.console import print_table
 
-    capabilities = torch.cpu.get_capabilities()
-    features = [name for name, present in capabilities.items() if present is True and name.startswith(FEATURES)]
-    found: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "CPU kernels": torch.backends.cpu.get_cpu_capability(),
-        "CPU features": " ".join(sorted(features)),
-        "cores": os.cpu_count() or 0,
-        "torch threads": torch.get_num_threads(),
-        "torch inter-op threads": torch.get_num_interop_threads(),
-        "numba threads": _numba_threads(),
-    }
-    if not torch.cuda.is_available():
-        found["CUDA"] = "no device" if torch.version.cuda else "no device, and this torch is built without CUDA"
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = (
-            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{properties.total_memory / 2**30:.0f} GiB"
-        )
-    return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    print_table("machine", ["", ""], list(found["machine"].items()))
+    rows = [
+        [name, each["found"], each["needs"], each["extra"], each["status"]] for name, each in found["packages"].items()
+    ]
+    print_table("packages", ["package", "found", "needs", "for", ""], rows)
+    for title, key, columns in TABLES:
+        print_table(title, columns, [[_joined(row[c]) for c in columns] for row in found[key]])
 
 
-def _numba_threads() -> int:
-    from numba import get_num_threads
-
-    return get_num_threads()
-
-
-def _packages() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+TABLES = (  # title, key of `everything`, columns
+    ("products of linear layers", "products", ["device", "operands", "gemms", "recipes", "runs", "why"]),
+    ("kernels", "kernels", ["device", "kernels", "used", "twin", "why"]),
+    ("collectives", "collectives", ["backend", "available", "used", "why"]),
+    ("programs", "programs", ["program", "found", "for"]),
+)
 
 
-def _products() -> list[dict[str, Any]]:
-    """A row for every device and pair of operands that a named recipe multiplies there."""
-    import torch
+def _joined(value: Any) -> Any:
+    return ", ".join(value) if isinstance(value, list) else value
 
-    from narrowgauge.ops.casts import LinearCasts
-    from narrowgauge.ops.matmul import GEMMS
-    from narrowgauge.recipes.library import recipe, recipe_names
 
-    devices = [torch.device("cpu")]
-    devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for device in devices:
-        for name in recipe_names():
-            casts = LinearCasts.of(recipe(name).resolve(device), quantized=True)
-            for gemm in GEMMS:
-                backend = casts.backend(gemm, device)
-                row = {
-                    "device": str(device),
-                    "operands": " x ".join(dict.fromkeys(spec.short for spec in casts.along_the_sum(gemm))),
-                    "recipes": [],
-                    "runs": "native" if backend.native else "emulated",
-                    "why": backend.reason,
-                }
-                found = rows.setdefault((row["device"], row["operands"], row["why"]), row)["recipes"]
-                if name not in found:
-                    found.append(name)
-    return list(rows.values())
+def _write_report(path: str, run: str | None, as_json: bool) -> None:
+    from narrowgauge.cli.bug_report import bug_report, markdown
+    from narrowgauge.cli.console import json_text
+
+    found = bug_report(run)
+    text = json_text(found) if as_json else markdown(found)
+    if path == STDOUT:
+        print(text)
+        return
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        raise ConfigError(f"--bug-report {path}: expected a new file, found one there: choose another name") from None
+    except OSError as error:
+        raise ConfigError(
+            f"--bug-report {path}: expected a file that can be written, found: {error.strerror}: choose another name"
+        ) from error
+    print(f"wrote {path}: look at it before you send it")

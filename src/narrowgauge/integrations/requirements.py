@@ -17,13 +17,13 @@ def require(package: str, least: str, install: str) -> None:
         found = version(package)
     except PackageNotFoundError as error:
         raise ConfigError(f"{package} is not installed: pip install '{install}'") from error
-    if _numbers(found) < _numbers(least):
+    if numbers(found) < numbers(least):
         raise ConfigError(
             f"expected {package} {least} or newer, found {found}: pip install --upgrade '{package}>={least}'"
         )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     """(1, 15, 0) of "1.15.0.dev0"."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()

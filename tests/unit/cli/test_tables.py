@@ -6,8 +6,10 @@ import json
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from narrowgauge.cli.capabilities import status_of
 from narrowgauge.cli.console import print_json, print_table
 from narrowgauge.cli.main import main
 from narrowgauge.numerics.formats import E4M3FN, E5M2, FP16, FP32, TF32
@@ -44,6 +46,48 @@ def test_the_doctor_says_native_or_emulated_and_why_for_every_format(capsys):
     assert all(row["why"] for row in report["products"])
     assert report["machine"]["torch threads"] >= 1
     assert report["packages"]["torch"]
+
+
+def test_the_doctor_says_which_gemms_which_kernels_and_which_collectives(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    gemms = {row["operands"]: row["gemms"] for row in report["products"] if row["device"] == "cpu"}
+    assert gemms["E4M3FN 1x128 x E4M3FN 128x128"] == ["output", "grad_input"]
+    assert gemms["E4M3FN 1x128"] == ["grad_weight"]
+    on_cpu = {row["kernels"]: (row["used"], row["twin"]) for row in report["kernels"] if row["device"] == "cpu"}
+    assert set(on_cpu.values()) == {("Numba", "torch operations")} and len(on_cpu) == 5
+    gloo = next(row for row in report["collectives"] if row["backend"] == "gloo")
+    assert (gloo["available"], gloo["used"]) == (True, "ranks on CPUs")
+    assert report["packages"]["transformers"]["extra"] == "hf" and report["packages"]["torch"]["status"] == "ok"
+
+
+def test_a_gpu_that_does_not_start_is_no_end_of_the_doctor(monkeypatch, capsys):
+    def fails(*_args, **_kwargs):
+        raise RuntimeError("CUDA driver version is insufficient\nand more")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fails)
+    monkeypatch.setattr(backends, "machine_of", lambda device: Machine((9, 0), (12, 9)))
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"]["cuda:0"] == "does not start: CUDA driver version is insufficient"
+    row = next(row for row in report["kernels"] if row["device"] == "cuda:0")
+    assert row["used"] == "none" and row["why"].startswith("the device does not start")
+
+
+@pytest.mark.parametrize(
+    ("found", "needed", "expected"),
+    [
+        ("2.13.0+cpu", "<2.15,>=2.11", "ok"),
+        ("2.10.1", "<2.15,>=2.11", "too old: 2.11 or newer is needed"),
+        ("2.15.0", "<2.15,>=2.11", "too new: older than 2.15 is needed"),
+        ("", ">=5.0", "not installed"),
+        ("0.1", "", "ok"),
+        ("1.16.0.dev0", ">=1.16", "ok"),
+    ],
+)
+def test_packages_are_new_enough_or_not(found, needed, expected):
+    assert status_of(found, needed) == expected
 
 
 FP8 = ["fp8_current", "fp8_delayed", "fp8_lm_o1", "fp8_lm_o2", "fp8_lm_o3", "narrow8", "narrow8_sr"]

@@ -149,7 +149,7 @@ def _encode(
 ) -> Tensor:  # fmt: skip
     out = torch.empty(rows, wire.row_bytes(n), dtype=torch.uint8, device=x.device) if out is None else out
     if out.numel():
-        _module_for(x).encode(x.contiguous(), rows, n, wire, key, stream, residual, out)
+        module_for(x).encode(x.contiguous(), rows, n, wire, key, stream, residual, out)
     return out
 
 
@@ -159,7 +159,7 @@ def _decode(
     values = torch.empty(numel, dtype=dtype, device=buffer.device) if out is None else out
     if numel:
         rows = _rows(buffer)
-        _module_for(rows).decode(rows, n, wire, values)
+        module_for(rows).decode(rows, n, wire, values)
     if out is not None:
         torch.autograd.graph.increment_version(out)  # autograd cannot see the kernel's writes
     return values
@@ -167,7 +167,7 @@ def _decode(
 
 def _reduce(buffer: Tensor, n: int, wire: WireFormat, divisor: float) -> Tensor:
     rows = _rows(buffer)
-    return _module_for(rows).reduce(rows, n, wire, divisor)
+    return module_for(rows).reduce(rows, n, wire, divisor)
 
 
 def _reduce_and_encode(
@@ -177,7 +177,7 @@ def _reduce_and_encode(
     out = torch.empty(wire.row_bytes(n), dtype=torch.uint8, device=buffer.device) if out is None else out
     if out.numel():
         rows = _rows(buffer)
-        _module_for(rows).reduce_and_encode(rows, n, wire, divisor, key, stream, residual, out)
+        module_for(rows).reduce_and_encode(rows, n, wire, divisor, key, stream, residual, out)
     return out
 
 
@@ -186,7 +186,7 @@ def _rows(buffer: Tensor) -> Tensor:
     return buffer if buffer.stride(1) == 1 else buffer.contiguous()
 
 
-def _module_for(x: Tensor) -> ModuleType:
+def module_for(x: Tensor) -> ModuleType:
     """The kernels of the tensor's device, loaded on first use."""
     if has_gpu_kernels(x):
         from narrowgauge.numerics.kernels import triton_wire

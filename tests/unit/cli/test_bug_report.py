@@ -1,0 +1,181 @@
+"""`doctor --bug-report`: what helps is in it, and nothing private."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+import yaml
+
+from narrowgauge.cli.bug_report import worst
+from narrowgauge.cli.main import main
+from narrowgauge.cli.privacy import Scrubber
+from narrowgauge.integrations.finetune_config import SFTConfig
+from narrowgauge.observe.journal_writer import JournalWriter
+from narrowgauge.recipes.library import recipe
+from narrowgauge.recipes.serialize import to_dict
+from narrowgauge.train.config import TrainConfig
+
+USER, HOST = "gwendolyn", "pegasus-7.lab.example.org"
+# everything that must not be found, however it is written
+PRIVATE = (
+    USER, "pegasus", "example.org", "confidential", "zebra", "herons", "10.20.30.40", "fe80", "sk-live", "hunter2",
+    "/srv", "/home", "/tmp", "quarterly", "merger", "acquire", "GPU-1f2e",
+)  # fmt: skip
+
+
+@pytest.fixture
+def secretive(monkeypatch, tmp_path):
+    """A machine with a user, a host, and variables that must not be told."""
+    monkeypatch.setenv("HOME", f"/home/{USER}")
+    for name in ("USER", "LOGNAME"):
+        monkeypatch.setenv(name, USER)
+    monkeypatch.setenv("API_KEY", "sk-live-hunter2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f2e3d4c")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(socket, "gethostname", lambda: HOST)
+    return tmp_path / f"{USER}-runs"
+
+
+WARNINGS = (
+    f"/home/{USER}/merger/step-000100 was removed: the run goes on from step 20",
+    "no checkpoint at step 30: [Errno 28] No space left on device: '/srv/confidential/zebra.safetensors'",
+    "'Acquire the herons before the quarterly report: expected fewer than 64 tokens",
+    f"{USER}@example.org at 10.20.30.40:29500 and fe80::1c2d:3e4f, see https://pegasus.example.org/x?key=hunter2",
+    f"no gradient in 'blocks.0.mlp.down' on {HOST}, share 0.5 of E4M3FN, folder C:\\Users\\{USER}\\confidential",
+)
+
+
+@pytest.fixture
+def run(secretive):
+    """A run of `train` whose configuration, journal and place are full of what must not be told."""
+    config = TrainConfig(name=f"{USER}-merger", runs_dir=str(secretive.parent), sample_prompt="Acquire the herons")
+    config.data.corpus = "/srv/confidential/*.txt"
+    config.data.text_field = "zebra"
+    config.optimizer.lr = 0.00321
+    secretive.mkdir()
+    (secretive / "config.yaml").write_text(config.to_yaml())
+    header = {
+        "versions": {"narrowgauge": "0.1.0"}, "device": "cpu", "threads": 2, "parameters": 25760,
+        "recipe": to_dict(recipe("narrow8").replace(name=f"{USER}_recipe")),
+        "environment": {"cpu": "AMD EPYC 7B13", "folder": f"/home/{USER}"},
+        "conversion": [
+            {"name": "blocks.0.mlp.down", "status": "converted", "reason": "", "backend": "emulated"},
+            {"name": "lm_head", "status": "kept", "reason": "matches '*lm_head' of exclude", "backend": "native"},
+        ],
+    }  # fmt: skip
+    journal = JournalWriter.create(secretive / "journal.jsonl", header)
+    for step in range(1, 16):
+        journal.write("step", step=step, loss=5.5 - step / 10, grad_norm=1.0, lr=0.00321, skipped=False)
+    layers = {
+        "blocks.0.mlp.down": {"input": {"sqnr_db": 31.5, "flushed": 0.25}},
+        f"{USER}.up": {"input": {"sqnr_db": 12.5}},
+    }
+    journal.write("precision", step=15, layers=layers)
+    for text in WARNINGS:
+        journal.write("warning", step=15, message=text)
+    journal.close()
+    return secretive
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_nothing_private_is_in_a_report(run, form, capsys):
+    assert main(["doctor", "--bug-report", "--run", str(run), *form]) == 0
+    text = capsys.readouterr().out
+    found = [secret for secret in PRIVATE if secret.casefold() in text.casefold()]
+    assert not found
+
+
+def test_what_helps_is_in_a_report(run, capsys):
+    assert main(["doctor", "--bug-report", "--run", str(run), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"]["OMP_NUM_THREADS"] == "7"
+    assert report["machine"]["CUDA_VISIBLE_DEVICES"] == "set"
+    assert report["packages"]["torch"].startswith("2.")
+    config, journal = report["run"]["config"], report["run"]["journal"]
+    assert config == {
+        "data.corpus": "<text>", "data.text_field": "<text>", "optimizer.lr": 0.00321, "name": "<text>",
+        "runs_dir": "<text>", "sample_prompt": "<text>",
+    }  # fmt: skip
+    assert [row["step"] for row in journal["step"]] == list(range(6, 16))
+    assert journal["step"][-1]["loss"] == 4.0
+    assert "input E4M3FN, scale current, float32, per tensor" in journal["recipe"]
+    assert journal["environment"]["cpu"] == "AMD EPYC 7B13"
+    assert journal["layers"] == {"converted": 1, "kept: matches <text> of exclude": 1}
+    assert journal["worst"]["input flushed"] == "0.25 in blocks.0.mlp.down"
+    assert journal["worst"]["input sqnr_db"].startswith("12.5 in ")
+    said = [row["message"] for row in journal["warning"]]
+    assert said[0] == "<path> was removed: the run goes on from step 20"
+    assert said[1].startswith("no checkpoint at step 30: [Errno 28] No space left on device: ")
+    assert "'blocks.0.mlp.down'" in said[4] and "0.5 of E4M3FN" in said[4]
+
+
+def test_a_report_is_written_once_and_is_readable(run, tmp_path, capsys):
+    path = tmp_path / "report.md"
+    assert main(["doctor", "--bug-report", str(path), "--run", str(run)]) == 0
+    assert "look at it" in capsys.readouterr().out
+    text = path.read_text()
+    blocks = [part.split("```")[0] for part in text.split("```yaml")[1:]]
+    assert set(yaml.safe_load(blocks[0])) == {"config", "journal"}
+    assert set(yaml.safe_load(blocks[1])) == {"products", "kernels", "collectives", "programs"}
+    assert main(["doctor", "--bug-report", str(path)]) == 2
+    assert "choose another name" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+def test_a_fine_tuning_runs_model_and_data_are_not_told(secretive, capsys):
+    secretive.mkdir()
+    config = SFTConfig(
+        model=f"{USER}/zebra-7b", data="/srv/confidential.jsonl", output=str(secretive), schedule="cosine"
+    )
+    (secretive / "config.yaml").write_text(config.to_yaml())
+    assert main(["doctor", "--bug-report", "--run", str(secretive), "--json"]) == 0
+    text = capsys.readouterr().out
+    assert not [secret for secret in PRIVATE if secret.casefold() in text.casefold()]
+    run = json.loads(text)["run"]
+    assert run["config"]["schedule"] == "cosine" and run["config"]["model"] == "<text>"
+    assert "expected a run" in run["journal"]  # there is none: said, and no reason to give up
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["doctor", "--run", "x"], "beside --bug-report"),
+        (["doctor", "--bug-report", "--run", "no-such-folder"], "expected a run folder"),
+        (["doctor", "--bug-report", "no-such-folder/report.md"], "expected a file that can be written"),
+    ],
+)
+def test_wrong_words(words, expected, capsys):
+    assert main(words) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("E4M3FN saturated 3 of 4 at 120 tokens/s", "E4M3FN saturated 3 of 4 at 120 tokens/s"),
+        ("read data/part.txt", "read <path>"),
+        ("the model's loss is not finite", "the model's loss is not finite"),
+        ("expected 'narrow8', found \"herons fly\"", "expected 'narrow8', found <text>"),
+        ("'cut off before its end", "<text>"),
+        ("gloo at 127.0.0.1:29500", "gloo at <address>"),
+        ("mail a.b@example.com", "… <address>"),
+        ("ratio 16:9", "ratio 16:9"),
+    ],
+)
+def test_what_is_left_of_a_message(text, expected):
+    assert Scrubber({"narrow8"}).message(text) == expected
+
+
+def test_the_worst_is_the_largest_share_and_the_smallest_ratio():
+    row = {
+        "step": 9,
+        "layers": {
+            "a": {"input": {"saturated": 0.1, "sqnr_db": 30.0}, "grad": {"zero": 0.5}},
+            "b": {"input": {"saturated": 0.3, "sqnr_db": 20.0}, "grad": {"zero": float("nan")}},
+        },
+    }
+    assert worst(row) == {
+        "step": 9, "input saturated": "0.3 in b", "input sqnr_db": "20 in b", "grad zero": "0.5 in a",
+    }  # fmt: skip
