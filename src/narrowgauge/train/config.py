@@ -63,7 +63,8 @@ class TrainConfig:
         save_async: write checkpoints on the way beside training, from copies; the last one is always waited for.
         keep_last: checkpoints kept.
         log_every: steps between progress lines; the journal has every step.
-        statistics_every: steps between counts of saturated and flushed values; 0: never.
+        statistics_every: steps between samples of what precision does, by layer and role, see docs/journal.md; 0: never.
+        histograms_every: steps between those that count exponents, too; 0: never.
         max_skips: skipped steps in a row that stop the run.
         seed: of weights, data order and sampling.
         activation_checkpointing: recompute each block in backward instead of saving its activations.
@@ -99,6 +100,7 @@ class TrainConfig:
     keep_last: int = 3
     log_every: int = 10
     statistics_every: int = 50
+    histograms_every: int = 200
     max_skips: int = MAX_SKIPS
     seed: int = 0
     activation_checkpointing: bool = False
@@ -242,7 +244,7 @@ _AT_LEAST_ONE = (
     "parallel.pipeline",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "seed", "threads", "sample_tokens",
+    "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "histograms_every", "seed", "threads", "sample_tokens",
     "optimizer.weight_decay", "schedule.warmup_steps",
 )  # fmt: skip
 
