@@ -63,7 +63,7 @@ class TrainConfig:
         save_async: write checkpoints on the way beside training, from copies; the last one is always waited for.
         keep_last: checkpoints kept.
         log_every: steps between progress lines; the journal has every step.
-        statistics_every: steps between samples of what precision does, by layer and role, see docs/journal.md; 0: never.
+        statistics_every: steps between samples of what precision does, by layer and role; 0: never.
         histograms_every: steps between those that count exponents, too; 0: never.
         max_skips: skipped steps in a row that stop the run.
         seed: of weights, data order and sampling.
@@ -244,8 +244,8 @@ _AT_LEAST_ONE = (
     "parallel.pipeline",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "histograms_every", "seed", "threads", "sample_tokens",
-    "optimizer.weight_decay", "schedule.warmup_steps",
+    "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "histograms_every", "seed", "threads",
+    "sample_tokens", "optimizer.weight_decay", "schedule.warmup_steps",
 )  # fmt: skip
 
 
