@@ -27,7 +27,7 @@ COLOURS = {
 }  # fmt: skip
 INK = ("#1f2328", "#e6edf3")  # of all text, in light and dark
 PAPER = ("#ffffff", "#0d1117")
-CELL, LINE, GAP, TOP, MARGIN = 72, 38, 10, 128, 12  # of a cell; between groups of columns; above the rows; around
+CELL, LINE, GAP, TOP, MARGIN = 80, 38, 10, 128, 12  # of a cell; between groups of columns; above the rows; around
 _STYLE = """
 svg {{ background: {paper}; font-family: system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif }}
 text {{ fill: {ink}; font-size: 13px }}
@@ -40,7 +40,7 @@ text {{ fill: {ink}; font-size: 13px }}
 
 @dataclass(frozen=True)
 class Group:
-    """Columns that belong together: a heading, and (title, function of a recipe) of each."""
+    """Columns that belong together, under one heading."""
 
     title: str
     columns: tuple[str, ...]
@@ -55,7 +55,10 @@ GROUPS = (
 
 
 def picture(rows: Sequence[tuple[str, Recipe]], title: str = "The precision chart") -> str:
-    """SVG of (title, recipe) rows. A compute dtype that a device decides is drawn as what this machine's CPU takes."""
+    """SVG of (title, recipe) rows, at least one, as `recipes.chart.titled` gives them.
+
+    A compute dtype that the device decides is drawn as BF16.
+    """
     left = MARGIN + 16 + max(int(7.3 * len(name)) for name, _ in rows)
     width = left + CELL * sum(len(group.columns) for group in GROUPS) + GAP * (len(GROUPS) - 1) + MARGIN
     height = TOP + LINE * len(rows) + 62
@@ -167,8 +170,8 @@ def _cell(where: str, spec: CastSpec | None, x: int, top: int) -> Iterator[str]:
 
 def _notes(y: int) -> Iterator[str]:
     text = (
-        "Products: operands as [outer, summed] matrices. Below the format: what one scale is for; 1x128: a tile of so "
-        "many values.",
+        "output, grad_input, grad_weight: products, whose operands are [outer, summed] matrices. "
+        "Below the format: what one scale is for; 1x128: a tile of so many values.",
         "√ on a square-root curve. ~ rounded stochastically. +INT8: completes the parameter. Dashed: nothing is kept. "
         "Where a GPU has no BF16, FP16 takes its place.",
     )

@@ -51,16 +51,27 @@ class ChartRow:
 
 
 def chart_rows(recipes: Iterable[str | Recipe] | None = None) -> list[ChartRow]:
-    """One row for each recipe, each of its schedule, and each glob of layers that multiply otherwise.
-
-    None named: the guide's rows, then all named recipes.
+    """One row for each of the `titled` recipes; none named: the guide's rows, then all named recipes.
 
     Raises RecipeError for an unknown name.
     """
-    if recipes is not None:
-        return [row for r in recipes for row in _rows(recipe(r))]
-    guide = [_row(recipe(name), title) for title, name in GUIDE_ROWS.items()]
-    return guide + [_row(recipe(name)) for name in recipe_names()]
+    guide = [] if recipes is not None else [_row(recipe(name), title) for title, name in GUIDE_ROWS.items()]
+    return guide + [_row(each, title) for title, each in titled(recipes)]
+
+
+def titled(recipes: Iterable[str | Recipe] | None = None) -> list[tuple[str, Recipe]]:
+    """(title, recipe without a schedule or layers that differ): for each recipe, each of its schedule, and each glob
+    of layers that multiply otherwise. None named: all named recipes.
+
+    Raises RecipeError for an unknown name.
+    """
+    rows = []
+    for of in map(recipe, recipe_names() if recipes is None else recipes):
+        for step, each in of.phases:
+            title = f"{each.name} after step {step}" if step else each.name
+            rows.append((title, each.replace(layers=())))
+            rows += [(f"{title}: {glob}", each.with_own(own)) for glob, own in each.layers]
+    return rows
 
 
 def chart_markdown(rows: Sequence[ChartRow]) -> str:
@@ -75,15 +86,6 @@ def chart_markdown(rows: Sequence[ChartRow]) -> str:
 def chart_json(rows: Sequence[ChartRow]) -> str:
     """The chart as a JSON list of objects, keyed by the fields of `ChartRow`."""
     return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
-
-
-def _rows(of: Recipe) -> list[ChartRow]:
-    (_, first), *later = of.phases
-    rows = []
-    for each, title in [(first, first.name), *((each, f"{each.name} after step {step}") for step, each in later)]:
-        rows.append(_row(each, title))
-        rows += [_row(each.with_own(own), f"{title}: {glob}") for glob, own in each.layers]
-    return rows
 
 
 def _row(of: Recipe, title: str | None = None) -> ChartRow:

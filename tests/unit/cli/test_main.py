@@ -65,7 +65,10 @@ def test_help_answers_within_a_second_beyond_torch(words):
         (["train", "--seed", "99999999999999999999999"], "seed"),
         (["train", "--optimizer", "fast", "--optimizer.lr", "1"], "optimizer: expected keys and values"),
         (["train", "--recipe_fields", "{1: 2}"], "expected names"),
-        (["chart", "--markdown", "--json"], "found both"),
+        (["chart", "--markdown", "--json"], "found --markdown and --json"),
+        (["chart", "--picture", "chart.svg", "--json"], "found --picture and --json"),
+        (["chart", "--picture", "chart.bmp"], "ends in .svg"),
+        (["chart", "--picture", "nowhere/chart.svg"], "expected a file that can be written"),
     ],
 )
 def test_a_wrong_word_exits_with_2_and_names_the_closest(words, expected, capsys):

@@ -36,6 +36,13 @@ def test_the_chart_of_named_recipes_has_those_only_in_every_form(capsys):
     assert not any(name in table for name in set(recipe_names()) - {"bf16"})
 
 
+def test_the_chart_is_drawn_of_named_recipes(tmp_path, capsys):
+    path = tmp_path / "chart.svg"
+    assert main(["chart", "bf16", "narrow8", "--picture", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    assert path.read_text().count("stored: exp_avg_sq") == 2
+
+
 def test_the_doctor_says_native_or_emulated_and_why_for_every_format(capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
