@@ -19,11 +19,12 @@ from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.optim.replace import needs_own
 from narrowgauge.recipes.library import recipe
-from narrowgauge.recipes.spec import Recipe
+from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES, Recipe
 from narrowgauge.train.parse import build, read_yaml
 from narrowgauge.train.sections import (
     DataConfig,
     DivergenceConfig,
+    GuardConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -32,8 +33,8 @@ from narrowgauge.train.sections import (
 )
 
 __all__ = [
-    "DataConfig", "DivergenceConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ScheduleConfig",
-    "SwitchConfig", "TrainConfig",
+    "DataConfig", "DivergenceConfig", "GuardConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig",
+    "ScheduleConfig", "SwitchConfig", "TrainConfig",
 ]  # fmt: skip
 
 
@@ -47,6 +48,7 @@ class TrainConfig:
         optimizer: AdamW.
         schedule: learning rate over steps.
         divergence: when to give up.
+        guard: watches over precision, and widens it where that is in trouble.
         parallel: over how many processes, and how.
         recipe: name of the precision recipe, see `narrowgauge chart`.
         recipe_fields: fields of the recipe to change, e.g. {tf32: true}.
@@ -84,6 +86,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recipe: str = "narrow8"
     recipe_fields: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +123,15 @@ class TrainConfig:
             _require(_value(self, key) >= 1, key, _value(self, key), "at least 1")
         for key in _NOT_NEGATIVE:
             _require(_is_finite(_value(self, key)) and _value(self, key) >= 0, key, _value(self, key), "0 or more")
-        for key in ("optimizer.lr", "optimizer.eps", "divergence.spreads", "divergence.floor", "parallel.timeout_s"):
+        for key in (
+            "optimizer.lr",
+            "optimizer.eps",
+            "divergence.spreads",
+            "divergence.floor",
+            "guard.spike_spreads",
+            "guard.spike_floor",
+            "parallel.timeout_s",
+        ):
             _require(_is_finite(_value(self, key)) and _value(self, key) > 0, key, _value(self, key), "more than 0")
         _require(self.seed < 2**63, "seed", self.seed, "less than 2^63")
         for key in ("optimizer.beta1", "optimizer.beta2"):
@@ -136,6 +147,7 @@ class TrainConfig:
             key = f"switches.{at}.after_step"
             expected = f"a step between the first and the last, 1 to {self.steps - 1}"
             _require(1 <= switch.after_step < self.steps, key, switch.after_step, expected)
+        self._check_guard()
         self._check_optimizer(self.build_recipe())
         self._check_parallel()
         self.data.build()
@@ -145,6 +157,17 @@ class TrainConfig:
                 f"sequence_length={self.sequence_length}: expected at most the model's context, {context}: "
                 "shorten the sequence, or raise model.context"
             )
+
+    def _check_guard(self) -> None:
+        """Raise ConfigError for an unknown mode, and for limits that are no shares or decibels."""
+        _require(self.guard.mode in MODES, "guard.mode", self.guard.mode, ", ".join(MODES))
+        for role in GUARDED:
+            limits = getattr(self.guard, role)
+            for name in ("saturated", "flushed"):
+                share = getattr(limits, name)
+                _require(0 <= share <= 1, f"guard.{role}.{name}", share, "a share, 0 to 1")
+            drop_db = limits.sqnr_drop_db
+            _require(drop_db > 0, f"guard.{role}.sqnr_drop_db", drop_db, "decibels, more than 0")
 
     def _check_optimizer(self, recipe: Recipe) -> None:
         """Raise ConfigError where the optimizer's options do not fit the recipe or the others."""
@@ -237,15 +260,18 @@ class TrainConfig:
 
 
 HOST = "cpu"
+MODES = ("off", "warn", "act")
+GUARDED = (*OPERAND_ROLES, *MOMENT_ROLES)
 _DEVICES = ("auto", "cpu", "cuda")
 _AT_LEAST_ONE = (
     "batch_size", "accumulation", "steps", "eval_batches", "keep_last", "log_every", "max_skips",
-    "divergence.window", "divergence.patience", "parallel.data", "parallel.shard", "parallel.tensor",
+    "divergence.window", "divergence.patience", "guard.every", "guard.confirm", "guard.calm", "guard.nonfinite",
+    "guard.spike_window", "guard.spike_patience", "parallel.data", "parallel.shard", "parallel.tensor",
     "parallel.pipeline",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "histograms_every", "seed", "threads",
-    "sample_tokens", "optimizer.weight_decay", "schedule.warmup_steps",
+    "sample_tokens", "optimizer.weight_decay", "schedule.warmup_steps", "guard.rollbacks",
 )  # fmt: skip
 
 

@@ -14,9 +14,15 @@ T = TypeVar("T")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML of plain values, in which a key that stands twice is an error: YAML's own rule, which PyYAML leaves out."""
+    """YAML of plain values, in which a key that stands twice is an error: YAML's own rule, which PyYAML leaves out.
+
+    `mode: off` is the word, which YAML 1.1 reads as false.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, value in node.value:
+            if key.value == "mode" and isinstance(value, yaml.ScalarNode) and value.value == "off":
+                value.tag = "tag:yaml.org,2002:str"
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:

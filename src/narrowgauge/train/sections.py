@@ -1,4 +1,4 @@
-"""The parts of a training configuration: model, data, optimizer, schedule, switches, divergence."""
+"""The parts of a training configuration: model, data, optimizer, schedule, switches, divergence, guard."""
 
 from __future__ import annotations
 
@@ -212,3 +212,59 @@ class DivergenceConfig:
     spreads: float = 10.0
     floor: float = 1.5
     patience: int = 16
+
+
+@dataclass
+class LimitsConfig:
+    """What the guard lets pass of one role; where the defaults come from: docs/guard.md.
+
+    Args:
+        saturated: largest share of values beyond the largest one that the cast can give.
+        flushed: largest share of non-zero values that become zero.
+        sqnr_drop_db: how far the ratio of signal to the cast's noise may be below what the format gives normally
+            distributed values, in decibels.
+    """
+
+    saturated: float = 0.01
+    flushed: float = 0.1
+    sqnr_drop_db: float = 12.0
+
+
+@dataclass
+class GuardConfig:
+    """When precision is taken to be in trouble, and what is done then. See docs/guard.md.
+
+    Args:
+        mode: off; warn (says in the journal what it would do); or act (goes to wider formats, back to checkpoints).
+        every: steps between samples; after what needs a second look, the next step is sampled, too.
+        confirm: samples in a row beyond a limit that it acts on.
+        calm: samples in a row well inside all limits, after which the narrower format is tried again; every return
+            doubles it.
+        input: limits of layers' inputs.
+        weight: limits of layers' weights.
+        grad_output: limits of gradients of layers' outputs.
+        exp_avg: limits of the optimizer's first moment.
+        exp_avg_sq: limits of the optimizer's second moment.
+        nonfinite: steps in a row without a finite loss or gradient that it acts on.
+        spike_window: losses that make the band that a loss is held against.
+        spike_spreads: width of the band.
+        spike_floor: smallest width of the band, nats a token.
+        spike_patience: losses above the band in a row that it acts on.
+        rollbacks: times that a run goes back to a checkpoint.
+    """
+
+    mode: str = "off"
+    every: int = 25
+    confirm: int = 2
+    calm: int = 20
+    input: LimitsConfig = field(default_factory=LimitsConfig)
+    weight: LimitsConfig = field(default_factory=LimitsConfig)
+    grad_output: LimitsConfig = field(default_factory=LimitsConfig)
+    exp_avg: LimitsConfig = field(default_factory=lambda: LimitsConfig(flushed=1.0))
+    exp_avg_sq: LimitsConfig = field(default_factory=lambda: LimitsConfig(flushed=0.001))
+    nonfinite: int = 3
+    spike_window: int = 32
+    spike_spreads: float = 10.0
+    spike_floor: float = 0.5
+    spike_patience: int = 3
+    rollbacks: int = 3

@@ -1,0 +1,263 @@
+"""The guard: watches what precision does to a run, widens what is in trouble, and narrows it again after calm.
+
+See docs/guard.md. In a loop of your own:
+
+    guard = Guard(model, optimizer, "fp8_delayed", GuardConfig(mode="act"))
+    for step, batch in enumerate(batches, start=1):
+        with guard.step(step):
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+        for decision in guard.end(step, loss.item()):
+            print(decision.message)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.layers.convert import device_of
+from narrowgauge.layers.statistics import collect
+from narrowgauge.optim.replace import current
+from narrowgauge.recipes import library
+from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
+from narrowgauge.recipes.spec import MOMENT_ROLES, Recipe
+from narrowgauge.train.guard_apply import Moments, take_up_casts, widened
+from narrowgauge.train.guard_decisions import Decision, of_cast, of_everything, of_loss
+from narrowgauge.train.guard_ladder import Rung, is_last, next_wider
+from narrowgauge.train.guard_limits import Finding, Verdict, judge
+from narrowgauge.train.guard_losses import Losses, Trouble
+from narrowgauge.train.guard_samples import Key, Layers, samples_of, worst_over_ranks
+from narrowgauge.train.guard_standing import Move, Standing
+from narrowgauge.train.sections import GuardConfig
+
+GoBack = Callable[[int], int | None]
+
+
+class Guard:
+    """Decides from sampled statistics and from every step's loss, the same on all ranks, and carries it out.
+
+    model, optimizer: prepared by `recipe`, a name or a Recipe, perhaps with a schedule. go_back: called with the first
+    step of trouble; takes model and optimizer back to a state before it, and returns that state's step, or None where
+    it has none; None: the guard goes back nowhere. Everything else is undone by `mode="off"` only: then nothing is
+    watched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recipe: str | Recipe,
+        config: GuardConfig | None = None,
+        *,
+        go_back: GoBack | None = None,
+    ) -> None:
+        self.config = GuardConfig(mode="act") if config is None else config
+        self._model = model
+        self._moments = Moments(current(optimizer))
+        self._recipe = library.recipe(recipe).resolve(device_of(model))
+        self._go_back = go_back
+        self._losses = Losses(self.config)
+        self._everything = Standing()  # of all layers together, which losses alone move
+        self._standings: dict[Key, Standing] = {}
+        self._casts: dict[Key, Rung] = {}  # in force where they are not the recipe's
+        self._amax: dict[Key, float] = {}
+        self._phase = 0
+        self._layers: Layers | None = None
+        self._looks_again = False
+
+    @property
+    def is_acting(self) -> bool:
+        """True where decisions are carried out."""
+        return self.config.mode == "act"
+
+    @property
+    def rollbacks(self) -> int:
+        """How often the run went back."""
+        return self._losses.rollbacks
+
+    @property
+    def recipe(self) -> Recipe:
+        """The plain recipe that the model runs by now, with what the guard has widened."""
+        operands = {key: spec for key, spec in self._casts.items() if key[1] not in MOMENT_ROLES}
+        return widened(self._recipe.phases[self._phase][1], operands, bool(self._everything.climbed))
+
+    def due(self, step: int) -> bool:
+        """True where `step` (from 1) is to be sampled."""
+        return self.config.mode != "off" and (self._looks_again or step % self.config.every == 0)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around forward, backward and optimizer step: measures where the step is due."""
+        if not self.due(step):
+            yield
+            return
+        with collect(self._model) as statistics:
+            yield
+        self._layers = statistics.read()
+
+    def end(
+        self, step: int, loss: float, *, skipped: bool = False, loss_scale: float = 1.0, layers: Layers | None = None
+    ) -> list[Decision]:
+        """Decide after a step, and carry it out.
+
+        loss: the same on all ranks. skipped: the optimizer changed nothing, for a gradient that is not finite.
+        loss_scale: where there is one; above 1 a skip with a finite loss is its search for a scale. layers: what the
+        step measured, where it was due; left out: what `step` did.
+        """
+        layers, self._layers = self._layers if layers is None else layers, None
+        if self.config.mode == "off":
+            return []
+        self._follow_schedule(step)
+        casts, everything = dict(self._casts), bool(self._everything.climbed)
+        decisions: list[Decision] = []
+        trouble = self._losses.take(step, loss, skipped, loss_scale)
+        if trouble is not None:
+            decisions = self._answer(trouble)
+        elif layers is not None:
+            decisions = self._weigh(step, layers)
+        if (casts, everything) != (self._casts, bool(self._everything.climbed)):
+            self._carry_out(casts)
+        return decisions
+
+    # losses
+
+    def _answer(self, trouble: Trouble) -> list[Decision]:
+        """What follows from losses in trouble: all layers wider, and back to before it."""
+        if not self.is_acting:
+            return [of_loss(trouble, "warn")]
+        decisions = []
+        base = self._recipe.phases[self._phase][1]
+        if base.quantizes_gemms and not self._everything.climbed:
+            self._everything.promoted(None)
+            decisions.append(of_everything(trouble.step, "promote", base, trouble))
+        restored = None
+        if self.rollbacks < self.config.rollbacks and self._go_back is not None:
+            restored = self._go_back(trouble.since)
+        if restored is None:
+            return [*decisions, of_loss(trouble, "warn", no_state=self.rollbacks < self.config.rollbacks)]
+        self._losses.went_back()
+        return [*decisions, of_loss(trouble, "rollback", restored=restored)]
+
+    # samples
+
+    def _weigh(self, step: int, layers: Layers) -> list[Decision]:
+        came_from = {key: each.climbed[-1] for key, each in self._standings.items() if each.climbed}
+        samples = worst_over_ranks(samples_of(self._model, self._moments, layers, came_from))
+        self._amax |= {key: each.measures["amax"] for key, each in samples.items() if "amax" in each.measures}
+        decisions = self._weigh_everything(step)
+        findings: dict[Key, tuple[Rung, Finding]] = {}
+        for key, (spec, measures) in samples.items():
+            finding = judge(spec, measures, getattr(self.config, key[1]))
+            if finding is not None:
+                findings[key] = spec, finding
+        if not self._everything.climbed:
+            for key in self._standings:  # what is not cast at all is calm
+                if key not in findings and key in self._casts:
+                    findings[key] = self._casts[key], Finding(Verdict.CALM, "calm", 0.0, 0.0)
+        for key in sorted(findings):
+            decisions += self._weigh_one(step, key, *findings[key])
+        self._looks_again = any(each.is_watched for each in (self._everything, *self._standings.values()))
+        return decisions
+
+    def _weigh_one(self, step: int, key: Key, spec: Rung, finding: Finding) -> list[Decision]:
+        standing, config = self._standings.get(key, Standing()), self.config
+        widest = spec is None or is_last(key[1], spec)
+        if widest and finding.verdict is Verdict.TROUBLE:  # of a moment in FP32: what the narrower one would do
+            finding = finding._replace(verdict=Verdict.INSIDE)
+        move = standing.take(finding.verdict, config.confirm, config.calm)
+        if standing != Standing():
+            self._standings[key] = standing
+        if move is Move.NONE:
+            return []
+        if move is Move.WAIT:
+            return [of_cast(step, "wait", key, finding, spec, spec)]
+        if move is Move.DEMOTE:
+            narrower = standing.demoted(config.confirm)
+            self._casts[key] = narrower
+            return [of_cast(step, "demote", key, finding, spec, narrower, standing.needed_calm(config.calm))]
+        assert spec is not None  # what is not cast is in no trouble
+        wider = next_wider(key[1], spec, finding.measure)
+        if not self.is_acting:
+            standing.warned()
+            return [of_cast(step, "warn", key, finding, spec, wider)]
+        standing.promoted(spec)
+        self._casts[key] = wider
+        return [of_cast(step, "promote", key, finding, spec, wider)]
+
+    def _weigh_everything(self, step: int) -> list[Decision]:
+        """All layers narrow again, where losses have long been calm."""
+        verdict = Verdict.CALM if self._losses.calm_since_sample() else Verdict.INSIDE
+        if not self._everything.climbed and not self._everything.trial:
+            return []
+        move = self._everything.take(verdict, self.config.confirm, self.config.calm)
+        if move is not Move.DEMOTE:
+            return []
+        self._everything.demoted(self.config.confirm)
+        return [of_everything(step, "demote", self._recipe.phases[self._phase][1])]
+
+    # carrying out
+
+    def _carry_out(self, before: dict[Key, Rung]) -> None:
+        take_up_casts(self._model, self.recipe, self._amax, at_step=True)
+        for label, p in self._moments.parameters():
+            for role in MOMENT_ROLES:
+                spec = self._casts.get((label, role))
+                if spec is not None and before.get((label, role)) != spec:
+                    self._moments.keep(p, role, spec)
+                    if role == "exp_avg_sq":
+                        self._moments.refill(p)
+
+    def _follow_schedule(self, step: int) -> None:
+        """Where the recipe's schedule has gone on, operands begin anew with what the next recipe says of them."""
+        phase = sum(begin <= step for begin, _ in self._recipe.phases) - 1
+        if phase == self._phase:
+            return
+        self._phase = phase
+        for known in (self._standings, self._casts):
+            for key in [key for key in known if key[1] not in MOMENT_ROLES]:
+                del known[key]
+        if self._everything.climbed:
+            take_up_casts(self._model, self.recipe, self._amax, at_step=True)
+
+    # saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decisions depend on, of plain values that JSON holds: the same on all ranks."""
+        return {
+            "phase": self._phase,
+            "looks_again": self._looks_again,
+            "losses": self._losses.state_dict(),
+            "everything": self._everything.state_dict(),
+            "standings": [[*key, each.state_dict()] for key, each in sorted(self._standings.items())],
+            "casts": [[*key, spec and spec_to_dict(spec)] for key, spec in sorted(self._casts.items())],
+            "amax": [[*key, amax] for key, amax in sorted(self._amax.items())],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on from what `state_dict` gave, and bring model and optimizer into the casts that were in force.
+
+        Load model and optimizer before; and once more where this returns True: the state of their moments is then
+        kept otherwise than it was when they were loaded.
+        """
+        self._phase, self._looks_again = state["phase"], state["looks_again"]
+        self._losses.load_state_dict(state["losses"])
+        self._everything = Standing.from_state(state["everything"])
+        self._standings = {(layer, role): Standing.from_state(each) for layer, role, each in state["standings"]}
+        self._casts = {(layer, role): spec and spec_from_dict(spec) for layer, role, spec in state["casts"]}
+        self._amax = {(layer, role): amax for layer, role, amax in state["amax"]}
+        if self._casts or self._everything.climbed:
+            take_up_casts(self._model, self.recipe, {}, at_step=True)
+        changed = False
+        for label, p in self._moments.parameters():
+            for role in MOMENT_ROLES:
+                spec = self._casts.get((label, role))
+                if spec is not None and self._moments.spec(p, role) != spec:
+                    self._moments.keep(p, role, spec)
+                    changed = True
+        return changed

@@ -1,0 +1,82 @@
+"""What the guard goes by: casts in force and what a sampled step measured of them, worst over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from narrowgauge.distributed.meeting_point import has_peers
+from narrowgauge.numerics.rounding import NONZERO
+from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES, CastSpec
+from narrowgauge.train.guard_apply import Moments, layers_of
+from narrowgauge.train.guard_ladder import FLUSHED, SQNR_DB, Rung
+
+Key = tuple[str, str]  # layer or parameter, role
+Measures = Mapping[str, float]
+Layers = Mapping[str, Mapping[str, Measures]]  # as in the journal: layer -> role -> measure -> number
+
+
+class Sample(NamedTuple):
+    """One cast in force, and its measures."""
+
+    spec: CastSpec
+    measures: Measures
+
+
+def samples_of(model: nn.Module, moments: Moments, layers: Layers, came_from: Mapping[Key, Rung]) -> dict[Key, Sample]:
+    """What this process measured.
+
+    layers: of the sampled step. came_from: of moments that were widened, the narrower format: flushed is then what it
+    would flush.
+    """
+    found: dict[Key, Sample] = {}
+    for name, layer in layers_of(model).items():
+        for role in OPERAND_ROLES:
+            measures = layers.get(name, {}).get(role)
+            if measures is not None and math.isfinite(measures.get("amax", 0.0)):
+                found[name, role] = Sample(getattr(layer.training_casts, role), measures)
+    for label, p in moments.parameters():
+        for role in MOMENT_ROLES:
+            spec = moments.spec(p, role)
+            if spec is None or not (spec.format.is_narrow or (label, role) in came_from):
+                continue
+            measures = dict(layers.get(label, {}).get(role, {}))
+            if role == "exp_avg_sq":
+                measures.pop(FLUSHED, None)  # of all zeros, the guard counts those that the first moment denies
+                narrower = came_from.get((label, role))
+                if narrower is not None or spec.rounding is not NONZERO:
+                    lost = moments.lost(p, narrower)
+                    measures |= {} if lost is None else {FLUSHED: lost}
+            found[label, role] = Sample(spec, measures)
+    return found
+
+
+def worst_over_ranks(mine: dict[Key, Sample]) -> dict[Key, Sample]:
+    """The same samples on all processes, in the same order: of each measure the worst. A collective, where there are
+    several processes.
+    """
+    parts: list[Any] = [mine]
+    if has_peers():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    return merged(parts)
+
+
+def merged(parts: Iterable[Mapping[Key, Sample]]) -> dict[Key, Sample]:
+    """The worst of each measure: the lowest ratio of signal to noise, the largest of all else."""
+    found: dict[Key, Sample] = {}
+    for part in parts:
+        for key, sample in part.items():
+            before = found.get(key)
+            found[key] = sample if before is None else Sample(before.spec, _worse(before.measures, sample.measures))
+    return dict(sorted(found.items()))
+
+
+def _worse(a: Measures, b: Measures) -> Measures:
+    pick = {SQNR_DB: min}
+    both = {measure: pick.get(measure, max)(a[measure], b[measure]) for measure in a.keys() & b.keys()}
+    return {**a, **b, **both}
