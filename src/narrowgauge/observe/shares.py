@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from narrowgauge.recipes.spec import OPERAND_ROLES
+
 MEASURES = ("saturated", "flushed")
 
 
 def shares_by_role(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """{role: {"saturated": share, "flushed": share}}: means over the layers of {layer: {role: {measure: share}}}."""
+    """{role: {"saturated": share, "flushed": share}}: means over the layers of {layer: {role: {measure: value}}}.
+
+    Of the operands of products: the roles that every cast layer has.
+    """
     by_role: dict[str, list[Mapping[str, float]]] = {}
     for roles in layers.values():
-        for role, measures in roles.items():
+        for role in (role for role in OPERAND_ROLES if role in roles):
+            measures = roles[role]
             by_role.setdefault(role, []).append(measures)
     return {
         role: {measure: sum(found[measure] for found in all_found) / len(all_found) for measure in MEASURES}

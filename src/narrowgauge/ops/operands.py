@@ -13,12 +13,14 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import kernels, philox, rounding, scaling
 from narrowgauge.numerics.formats import TF32
 from narrowgauge.numerics.scaling import NVFP4, Delayed
+from narrowgauge.numerics.tally import Tally
 from narrowgauge.ops.backends import Backend
 from narrowgauge.ops.casts import LinearCasts, OperandCast
 from narrowgauge.ops.matmul import Factor
 from narrowgauge.ops.parted import NOTHING_PARTED, PartedOperand
 from narrowgauge.ops.reduce import SINGLE_PROCESS, Reducer
 from narrowgauge.ops.shared import SharedInputs
+from narrowgauge.ops.tallies import complete, counts
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors.cast import cast_operand
 from narrowgauge.tensors.quantized import QuantizedTensor
@@ -52,10 +54,12 @@ class DelayedSlots(NamedTuple):
 
 
 class Counter(Protocol):
-    """Takes what the casts of a sampled step did to each role's tensor."""
+    """Takes what the casts of a sampled step did to each role's tensor. has_bins: whether it wants exponents, too."""
 
-    def add(self, role: str, numel: int, saturated: int | Tensor, flushed: int | Tensor, amax: Tensor | None) -> None:
-        """Count one cast of `numel` values. Counts may be tensors, so that no device is waited for."""
+    has_bins: bool
+
+    def add(self, role: str, tally: Tally) -> None:
+        """Take the tally of one cast; its counts may be tensors, so that no device is waited for."""
         ...
 
 
@@ -63,8 +67,8 @@ class Cast(NamedTuple):
     """A matrix cast for products: its codes, its values in a carrier dtype, or both.
 
     x ~ codes * block_scale * dequant_scale ~ carrier * dequant_scale. block_scale: one for each tile, as it is stored;
-    None for a cast per tensor. quant_scale: in a store, the delayed scale that it was cast with, else None. saturated,
-    flushed: counts, where asked for.
+    None for a cast per tensor. quant_scale: in a store, the delayed scale that it was cast with, else None. tally: what
+    the cast did to the values, where asked for.
     """
 
     codes: Tensor | None
@@ -73,9 +77,16 @@ class Cast(NamedTuple):
     spec: CastSpec
     amax: Tensor | None = None
     quant_scale: Tensor | None = None
-    saturated: int | Tensor = 0
-    flushed: int | Tensor = 0
     block_scale: Tensor | None = None
+    tally: Tally | None = None
+
+    def values(self) -> Tensor:
+        """What the cast made of its operand, in float32."""
+        values = self.carrier
+        if values is None:
+            assert self.codes is not None
+            values = self._decoded(self.codes, torch.float32)
+        return values.float() if self.dequant_scale is None else values.float() * self.dequant_scale
 
     def factor(self, backend: Backend) -> Factor:
         """The factor of a product on `backend`: codes for scaled_mm, else values that its carrier dtype holds."""
@@ -136,29 +147,38 @@ class Caster(NamedTuple):
         parted = self.parted.get(role)
         reducer = SINGLE_PROCESS if parted is None else parted.reducer
         quant_scale = None if slots is None else slots.scale_for(x, spec, reducer)
-        count = counted and self.counter is not None
+        counter = self.counter if counted else None
 
         def make() -> Cast:
             values = x if how.hadamard is None else kernels.transform(plain(x), how.hadamard.signs)
-            return cast_by(
+            done = cast_by(
                 values,
                 spec,
                 quant_scale,
                 keep_codes=keep_codes,
                 carrier=carrier,
-                count=count,
+                count=counter is not None,
                 stored=self.weight_spec if role == "weight" else None,
                 key=self.key,
                 stream=how.stream,
                 amax=None if parted is None else functools.partial(parted.amax, spec=spec),
             )
+            if counter is not None and done.tally is not None:
+                complete(done, plain(values), counter.has_bins)
+            return done
 
         if self.shared is None or source is None:
             done = make()
         else:
-            done = _shared(self.shared, source, (spec, how.hadamard, keep_codes, carrier, count), quant_scale, make)
-        if count and self.counter is not None:
-            self.counter.add(role, x.numel(), done.saturated, done.flushed, done.amax)
+            done = _shared(
+                self.shared,
+                source,
+                (spec, how.hadamard, keep_codes, carrier, None if counter is None else counter.has_bins),
+                quant_scale,
+                make,
+            )
+        if counter is not None and done.tally is not None:
+            counter.add(role, done.tally)
         if self.record and slots is not None and done.amax is not None:
             live = slots.history[:1]
             live.copy_(torch.maximum(live, done.amax))  # maximum keeps NaN, and repeating it changes nothing
@@ -246,8 +266,8 @@ def cast_by(
     if spec.is_scaled and done.amax is not None and spec.format.saturating:
         # the cast has saturated an infinity: the product must still show it, or no loss scaler or guard would see it
         dequant_scale = torch.where(done.amax.isfinite(), 1.0 if dequant_scale is None else dequant_scale, done.amax)
-    counts = (0, 0) if done.saturated is None or done.flushed is None else (done.saturated, done.flushed)
-    return Cast(done.codes, done.carrier, dequant_scale, spec, done.amax, None, *counts, done.block_scale)
+    tally = counts(x, done.saturated, done.flushed) if count else None
+    return Cast(done.codes, done.carrier, dequant_scale, spec, done.amax, None, done.block_scale, tally)
 
 
 def _stored_codes(x: QuantizedTensor, spec: CastSpec, stored: CastSpec, count: bool) -> Cast | None:
@@ -261,7 +281,8 @@ def _stored_codes(x: QuantizedTensor, spec: CastSpec, stored: CastSpec, count: b
     if stored.is_scaled:  # an infinity has saturated: as below
         factor = torch.where(x.amax.isfinite(), 1.0 if factor is None else factor, x.amax)
     amax = x.amax if count or spec.is_delayed else None
-    return Cast(x.codes, None, factor, spec, amax, block_scale=x.dequant_scale if in_blocks else None)
+    tally = counts(x, 0, 0) if count else None
+    return Cast(x.codes, None, factor, spec, amax, None, x.dequant_scale if in_blocks else None, tally)
 
 
 def _cast_wide(x: Tensor, spec: CastSpec, count: bool) -> Cast:
@@ -271,7 +292,7 @@ def _cast_wide(x: Tensor, spec: CastSpec, count: bool) -> Cast:
     if not count:
         return Cast(codes, None, None, spec)
     saturated, flushed = (x.float().abs() > fmt.max).sum(), ((x != 0) & (codes == 0)).sum()
-    return Cast(codes, None, None, spec, scaling.tensor_amax(x), None, saturated, flushed)
+    return Cast(codes, None, None, spec, scaling.tensor_amax(x), tally=counts(x, saturated, flushed))
 
 
 def plain(x: Tensor) -> Tensor:

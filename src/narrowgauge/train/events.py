@@ -5,7 +5,7 @@ Every event carries `step`, the number of optimizer steps finished when it was e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -58,7 +58,8 @@ class StepDone(Event):
     """One optimizer step. `loss` is the mean over the step's tokens, `grad_norm` the norm before clipping, unscaled.
 
     A skipped step has `skipped=True`; its loss and norm may be NaN or infinite. `statistics` is None except on sampled
-    steps: {role: {"saturated": share, "flushed": share}}, means over layers, shares in [0, 1].
+    steps: {role: {"saturated": share, "flushed": share}}, means over layers, shares in [0, 1]. So is `precision`:
+    {layer: {role: {measure: value}}}, see docs/journal.md. `bytes_by_role`: as counted last.
     """
 
     steps: int
@@ -71,6 +72,8 @@ class StepDone(Event):
     skipped: bool
     loss_scale: float
     statistics: dict[str, dict[str, float]] | None = None
+    precision: dict[str, dict[str, dict[str, float]]] | None = None
+    bytes_by_role: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

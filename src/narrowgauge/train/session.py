@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 
-from narrowgauge import __version__
-from narrowgauge.errors import CheckpointError, RecipeError
+from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.report import report
-from narrowgauge.layers.statistics import collect
-from narrowgauge.observe import journal as journals
-from narrowgauge.observe.journal_writer import JournalWriter
+from narrowgauge.observe.journal import Contents
 from narrowgauge.observe.ledger import Ledger, SavedActivations, ledger
+from narrowgauge.observe.observation import Observation, Precision
 from narrowgauge.observe.shares import shares_by_role
-from narrowgauge.recipes.serialize import from_dict, to_dict
-from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train import events
 from narrowgauge.train.assemble import Parts
 from narrowgauge.train.checkpoint import load
@@ -28,6 +24,7 @@ from narrowgauge.train.evaluate import evaluate
 from narrowgauge.train.events import Evaluated, OnEvent, Result, Status
 from narrowgauge.train.folder import size_bytes
 from narrowgauge.train.run_folder import RunFolder
+from narrowgauge.train.run_journal import RunJournal, is_recipe, unreadable
 from narrowgauge.train.sample import sample_text
 from narrowgauge.train.save_handle import SaveHandle
 from narrowgauge.train.schedule import learning_rate
@@ -50,8 +47,8 @@ class Session:
         sequences = config.batch_size * config.accumulation * self.ranks.batch_ranks
         self.tokens_per_step = sequences * parts.stream.sequence_length
         self._first_step = 0
-        self._journal: JournalWriter | None = None
-        self._journal_is_behind = False
+        self.journal = RunJournal(folder.journal, on_event)
+        self.observation = Observation(parts.model, parts.optimizer, config.statistics_every, config.histograms_every)
         self._saving: tuple[SaveHandle, int, float] | None = None  # what is written, of which step, since when
 
     def begin(self, start: int | None) -> None:
@@ -60,18 +57,18 @@ class Session:
         Of several ranks the first has the journal; what follows from it, all take in.
         """
         path = None if start is None else self.folder.checkpoint(start)
-        contents = self.ranks.from_first(lambda: self._open_journal(start))
+        contents = self.ranks.from_first(lambda: self.journal.open(start, self.parts))
         if contents is not None:
             self._take_in(contents)
-            if not _is_recipe(contents.header.get("recipe"), self.parts.recipe):
-                self._warn("the recipe is not the one that this run began with: from here on it is another run")
+            if not is_recipe(contents.header.get("recipe"), self.parts.recipe):
+                self.journal.warn("the recipe is not the one that this run began with: from here on it is another run")
         if path is not None:
             extra = load(path, self.parts.model, self.parts.optimizer)
             self.parts.load_state(extra)
-            self.step = self._first_step = int(extra["step"])
-            self._write("resumed", versions=_versions())
+            self.step = self.journal.step = self._first_step = int(extra["step"])
+            self.journal.resumed()
         for removed in self.folder.remove_after(self.step) if self.ranks.is_first else []:
-            self._warn(f"{removed} was removed: the run goes on from step {self.step}")
+            self.journal.warn(f"{removed} was removed: the run goes on from step {self.step}")
         self.emit(
             events.RunStarted(
                 step=self.step,
@@ -86,15 +83,6 @@ class Session:
                 resumed_from=path,
             )
         )
-
-    def _open_journal(self, start: int | None) -> journals.Contents | None:
-        """A new journal; or, of a run that goes on from step `start`, the old one, cut back: its contents."""
-        if start is None or not self.folder.journal.exists():
-            self._journal = JournalWriter.create(self.folder.journal, self._header())
-            return None
-        contents = journals.cut(self.folder.journal, start, ("step", "evaluation"))
-        self._journal = JournalWriter(self.folder.journal)
-        return contents
 
     def train(self, interruption: Interruption, on_progress: Callable[[int], None] = lambda step: None) -> Result:
         """Go on to the last step, or to the end of the step in which a signal arrives.
@@ -126,9 +114,7 @@ class Session:
     def close(self) -> None:
         """Let the save under way end, and close the journal; a second call does nothing."""
         self._end_save()
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        self.journal.close()
 
     def on_signal(self, name: str) -> None:
         """Say that the run will stop: called from the signal handler."""
@@ -145,19 +131,14 @@ class Session:
         for group in parts.optimizer.param_groups:
             group["lr"] = lr
         self.step += 1
+        self.journal.step = self.step
         begin_s = time.perf_counter()
         batches = [parts.stream.next() for _ in range(config.accumulation)]
         batches = [(ids.to(parts.device), targets.to(parts.device)) for ids, targets in batches]
-        is_sampled = self._is_due(config.statistics_every)
-        counted = collect(parts.model) if is_sampled else nullcontext()
         # torch.compile would compile a second model for the hooks that measure
-        measured = SavedActivations(parts.model) if self.ledger is None and not config.compile else None
-
-        def count_bytes() -> None:
-            if self.ledger is None:
-                self.ledger = ledger(parts.model, parts.optimizer, activation=measured.bytes if measured else None)
-
-        with counted as statistics, self._eager() if is_sampled else nullcontext():
+        measures_activations = self.ledger is None and not config.compile
+        measured = SavedActivations(parts.model) if measures_activations else None
+        with self.observation.step(self.step):
             result = optimizer_step(
                 parts.model,
                 parts.optimizer,
@@ -165,29 +146,34 @@ class Session:
                 batches,
                 config.clip,
                 first_forward=measured,
-                before_zero_grad=count_bytes,
+                before_zero_grad=lambda: self._count_bytes(measured),
                 ranks=self.ranks,
                 pipeline=parts.pipeline,
             )
         seconds = time.perf_counter() - begin_s
-        self._record(result, lr, seconds, shares_by_role(statistics.read()) if statistics else None)
+        self._record(result, lr, seconds, self.observation.read())
         self._note_recipe()
+
+    def _count_bytes(self, measured: SavedActivations | None) -> None:
+        """Count bytes by role, in the first step and in those that are looked at."""
+        if self.ledger is None or self.observation.due(self.step):
+            earlier = None if self.ledger is None else self.ledger.activation
+            activation = measured.bytes if measured else earlier
+            self.ledger = ledger(self.parts.model, self.parts.optimizer, activation=activation)
 
     def _note_recipe(self) -> None:
         """Say so where the step that has just ended was the last by its recipe: the model has taken up the next."""
         recipe = self.parts.recipe
         if any(step == self.step for step, _ in recipe.schedule):
             names = {"before": recipe.at(self.step - 1).name, "after": recipe.at(self.step).name}
-            self._write("recipe", **names)
+            self.journal.write("recipe", **names)
             self.emit(events.RecipeChanged(step=self.step, report=report(self.parts.model), **names))
 
     def _eager(self) -> AbstractContextManager[Any]:
         """A context in which a compiled model runs as it was written."""
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
-    def _record(
-        self, result: StepResult, lr: float, seconds: float, statistics: dict[str, dict[str, float]] | None
-    ) -> None:
+    def _record(self, result: StepResult, lr: float, seconds: float, precision: Precision | None) -> None:
         """Put a step into the journal and the events, and stop a run that goes nowhere. Raises DivergenceError."""
         self.train_s += seconds
         loss_scale = float(self.parts.scaler.get_scale())
@@ -200,12 +186,25 @@ class Session:
             "skipped": result.skipped,
             "loss_scale": loss_scale,
         }
-        extra = {} if statistics is None else {"statistics": statistics}
+        statistics = None if precision is None else shares_by_role(precision.layers)
+        extra: dict[str, Any] = {} if statistics is None else {"statistics": statistics}
         if result.bad_parameter:
             extra |= {"bad_parameter": result.bad_parameter}
-        self._write("step", **fields, **extra)
+        self.journal.write("step", **fields, **extra)
+        if self.ledger is not None:
+            self.journal.bytes(self.ledger)
+        if precision is not None:
+            self.journal.precision(precision)
         self.emit(
-            events.StepDone(step=self.step, steps=self.config.steps, seconds=seconds, statistics=statistics, **fields)
+            events.StepDone(
+                step=self.step,
+                steps=self.config.steps,
+                seconds=seconds,
+                statistics=statistics,
+                precision=None if precision is None else precision.layers,
+                bytes_by_role=None if self.ledger is None else self.ledger.roles,
+                **fields,
+            )
         )
         self.watch.note(self.step, result.loss, result.skipped)
         if result.skipped:
@@ -238,7 +237,7 @@ class Session:
             "bits_per_byte": found.bits_per_byte,
             "tokens": found.tokens,
         }
-        self._write("evaluation", **fields)
+        self.journal.write("evaluation", **fields)
         self.evaluation = Evaluated(step=self.step, seconds=time.perf_counter() - begin_s, **fields)
         self.emit(self.evaluation)
 
@@ -248,14 +247,13 @@ class Session:
         begin_s = time.perf_counter()
         asynchronous = self.config.save_async and not must_succeed
         try:
-            if self._journal is not None:
-                self._journal.sync()  # the journal must never be behind a checkpoint
+            self.journal.sync()  # the journal must never be behind a checkpoint
             state = self.parts.state()
             saved = self.folder.save(
                 self.step, self.parts.model, self.parts.optimizer, asynchronous=asynchronous, **state
             )
         except (CheckpointError, OSError) as error:
-            self._warn(f"no checkpoint at step {self.step}: {error}")
+            self.journal.warn(f"no checkpoint at step {self.step}: {error}")
             if must_succeed:
                 raise CheckpointError(f"the run stopped without its last checkpoint: {error}") from error
             return
@@ -272,7 +270,7 @@ class Session:
         try:
             self._note_saved(handle.wait(), step, begin_s)
         except (CheckpointError, OSError) as error:
-            self._warn(f"no checkpoint at step {step}: {error}")
+            self.journal.warn(f"no checkpoint at step {step}: {error}")
 
     def _note_saved(self, path: Path, step: int, begin_s: float) -> None:
         self.folder.remove_before(step, self.config.keep_last)
@@ -310,33 +308,7 @@ class Session:
         )
         return Result(**common)
 
-    def _write(self, kind: str, **fields: Any) -> None:
-        """Append a row to the journal; where the disk is full, say so once and keep the row for later."""
-        if self._journal is None:
-            return
-        try:
-            self._journal.write(kind, step=self.step, **fields)
-            self._journal_is_behind = False
-        except OSError as error:
-            if not self._journal_is_behind:
-                self._journal_is_behind = True
-                message = f"the journal is not written for now: {error.strerror}; its rows are kept until it can be"
-                self.emit(events.Warned(step=self.step, message=message))
-
-    def _warn(self, message: str) -> None:
-        self._write("warning", message=message)
-        self.emit(events.Warned(step=self.step, message=message))
-
-    def _header(self) -> dict[str, Any]:
-        return {
-            "versions": _versions(),
-            "device": str(self.parts.device),
-            "threads": torch.get_num_threads(),
-            "parameters": self.parts.parameters,
-            "recipe": to_dict(self.parts.recipe),
-        }
-
-    def _take_in(self, contents: journals.Contents) -> None:
+    def _take_in(self, contents: Contents) -> None:
         """Rebuild from the journal what follows from the steps before the checkpoint."""
         try:
             for row in contents.of_kind("step"):
@@ -345,19 +317,4 @@ class Session:
                 figures = {key: row[key] for key in ("step", "loss", "perplexity", "bits_per_byte", "tokens")}
                 self.evaluation = Evaluated(seconds=0.0, **figures)
         except (KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{self.folder.journal}: expected rows as training writes them, found {error!r}: restore the file, or "
-                "remove it, and the run goes on with a new one"
-            ) from error
-
-
-def _is_recipe(written: Any, recipe: Recipe) -> bool:
-    """True where a journal's header holds `recipe`, perhaps as an earlier version wrote it."""
-    try:
-        return from_dict(written) == recipe
-    except RecipeError:
-        return False
-
-
-def _versions() -> dict[str, str]:
-    return {"narrowgauge": __version__, "torch": torch.__version__}
+            raise unreadable(self.folder.journal, error) from error

@@ -1,0 +1,130 @@
+"""What the first row of a journal says: where a run runs, how layers multiply, what each role is cast to."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from narrowgauge.layers.gradient_hooks import KeptGradient
+from narrowgauge.layers.recipe_layer import RecipeLayer
+from narrowgauge.layers.report import report
+from narrowgauge.numerics.formats import Format, of_dtype
+from narrowgauge.numerics.scaling import NONE, Delayed, ScaleRule
+from narrowgauge.optim.parameters import FormattedOptimizer
+from narrowgauge.optim.replace import current
+from narrowgauge.recipes.spec import OPERAND_ROLES, CastSpec
+from narrowgauge.tensors.cast import HALF
+from narrowgauge.tensors.quantized import QuantizedTensor
+
+_WEIGHT = ".weight"
+_DESCRIBED = (*HALF, torch.float32)
+
+
+def header(model: nn.Module, optimizer: Optimizer | None, recipe: Mapping[str, Any] | None) -> dict[str, Any]:
+    """environment, conversion, formats, and the recipe as `recipes.serialize.to_dict` writes it."""
+    return {
+        "environment": environment(model),
+        "recipe": recipe,
+        "conversion": conversion(model),
+        "formats": formats(model, optimizer),
+    }
+
+
+def environment(model: nn.Module | None = None) -> dict[str, str]:
+    """What a run's numbers and speed depend on, without anything private: no name of a user or host, and no path."""
+    device = next((p.device for p in model.parameters()), None) if model is not None else None
+    found = {
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+    if device is not None and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        found |= {"gpu": f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"}
+        found |= {"cuda": str(torch.version.cuda)}
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found["processes"] = str(torch.distributed.get_world_size())
+    return found
+
+
+def conversion(model: nn.Module) -> list[dict[str, Any]]:
+    """One entry a layer, see `narrowgauge.report`; casts: {role: short text}, {} for a layer that casts nothing."""
+    modules = dict(model.named_modules())
+    rows = []
+    for row in report(model):
+        casts = {role: spec.short for role, spec in _operands(modules[row.name]).items()}
+        rows.append(
+            {"name": row.name, "status": row.status, "reason": row.reason, "backend": row.backend, "casts": casts}
+        )
+    return rows
+
+
+def formats(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+    """{layer: {role: {"format", "granularity", "scale", "max", "min"}}}: what is cast, and the range of its format.
+
+    min: the smallest positive value. Layers of parameters: see `layer_of`. Optimizer states: of narrowgauge.optim's.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, module in model.named_modules():
+        for role, spec in _operands(module).items():
+            found.setdefault(name, {})[role] = _described(spec)
+    own = current(optimizer) if optimizer is not None else None
+    own = own if isinstance(own, FormattedOptimizer) else None
+    held = set(own.parameters()) if own is not None else set()
+    for name, p in model.named_parameters():
+        for role, spec in _kept(p, own if p in held else None).items():
+            found.setdefault(layer_of(name), {})[role] = _described(spec)
+    return found
+
+
+def layer_of(parameter: str) -> str:
+    """The layer that a parameter's measures stand under: its name without a final ".weight"."""
+    return parameter.removesuffix(_WEIGHT)
+
+
+def _operands(module: nn.Module) -> dict[str, CastSpec]:
+    if not (isinstance(module, RecipeLayer) and module.recipe is not None and module.quantized):
+        return {}
+    return {role: getattr(module.training_casts, role) for role in OPERAND_ROLES}
+
+
+def _kept(p: Tensor, optimizer: FormattedOptimizer | None) -> dict[str, CastSpec]:
+    """What a parameter, its gradient and its optimizer state are kept as."""
+    if p.dtype not in _DESCRIBED:
+        return {}
+    found = {"param": p.data.spec if isinstance(p.data, QuantizedTensor) else CastSpec(of_dtype(p.dtype))}
+    if not p.requires_grad:
+        return found
+    owner = KeptGradient.of(p)
+    found["grad"] = CastSpec(of_dtype(p.grad_dtype or p.dtype)) if owner is None else owner.spec
+    if optimizer is not None:
+        kept, group = optimizer.formats_of(p), optimizer.place_of(p).group
+        for name in optimizer.moment_names(group):
+            role = optimizer.moments[name]
+            found[role] = kept.of_moment(role, p.numel())
+    return found
+
+
+def _described(spec: CastSpec) -> dict[str, Any]:
+    scale = "delayed" if isinstance(spec.scale, Delayed) else "none" if spec.scale is NONE else _name(spec.scale)
+    fmt: Format = spec.format
+    return {
+        "format": fmt.name,
+        "granularity": str(spec.granularity),
+        "scale": scale,
+        "max": fmt.max,
+        "min": fmt.smallest_subnormal,
+    }
+
+
+def _name(scale: Any) -> str:
+    assert isinstance(scale, ScaleRule)
+    return scale.value
