@@ -7,9 +7,10 @@ from torch import Tensor
 
 from narrowgauge.numerics import residual
 from narrowgauge.numerics.companding import SQUARE_ROOT
-from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP32, INT8, UINT8
+from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, INT8, UINT8
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.rounding import NONZERO
+from narrowgauge.numerics.scaling import TENSOR_POW2
 from narrowgauge.optim import storage
 from narrowgauge.optim.rules import Adam, Hyper, Lion, Muon, Rule, Sgd
 from narrowgauge.optim.update import Item
@@ -22,7 +23,11 @@ SIGNED, UNSIGNED = (
     CastSpec(UINT8, Block(1, 128), rounding=NONZERO, companding=SQUARE_ROOT),
 )
 PARAMS = ("fp32", "bf16", "stochastic", "residual", "remainder")
-GRADS = ("fp32", "bf16", "e4m3", "e5m2")
+GRADS = ("fp32", "bf16", "e4m3", "e5m2", "fp16")
+# with one scale for the whole tensor: FP8-LM's parameters, its parameter beside a master, and its moments
+HALF, WHOLE_E4M3 = CastSpec(FP16, scale=TENSOR_POW2), CastSpec(E4M3FN, scale=TENSOR_POW2)
+SCALED_PARAMS = ("scaled", "copied")
+HALF_NONZERO = CastSpec(FP16, scale=TENSOR_POW2, rounding=NONZERO)
 FIRST, SECOND = (CastSpec(FP32), CastSpec(BF16), SIGNED), (CastSpec(FP32), CastSpec(BF16), UNSIGNED)
 ADAM = Adam.at(3, 1e-3, (0.9, 0.99), 1e-8, 0.1, decoupled=True)
 HYPERS: list[tuple[Rule, Hyper, int]] = [
@@ -41,7 +46,7 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     if isinstance(a, QuantizedTensor):
-        assert isinstance(b, QuantizedTensor)
+        assert isinstance(b, QuantizedTensor) and a.spec == b.spec
         return all(same_bits(getattr(a, part), getattr(b, part)) for part in ("codes", "dequant_scale", "amax"))
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
@@ -62,16 +67,20 @@ def values(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
 def make(param: str, grad: str, specs: tuple[CastSpec, ...], hyper: Hyper, shape: tuple[int, ...], seed: int) -> Item:
     """An item with a state as training leaves it."""
     p = values(shape, 1.0, seed)
-    master = None
+    master: Tensor | None = None
     if param == "residual":
         p, master = residual.split(p)
     elif param == "remainder":
         p, master = residual.split_exactly(p)
+    elif param in SCALED_PARAMS:
+        master = quantize(p, HALF) if param == "copied" else None
+        p = quantize(p, WHOLE_E4M3 if param == "copied" else HALF)
     elif param != "fp32":
         p = p.bfloat16()
     g = values(shape, 1e-2, seed + 1)
     narrow = {"e4m3": E4M3FN, "e5m2": E5M2}
-    g = quantize(g, CastSpec(narrow[grad])) if grad in narrow else g.bfloat16() if grad == "bf16" else g
+    wide = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    g = quantize(g, CastSpec(narrow[grad])) if grad in narrow else g.to(wide[grad])
     roots = (values(shape, 1e-3, seed + 2), values(shape, 1e-3, seed + 3).square())
     moments = tuple(storage.encode(x, spec) for x, spec in zip(roots, specs, strict=False))
     return Item(p, master, g, moments, hyper, param == "stochastic", 7)

@@ -13,7 +13,7 @@ import torch
 from step_items import ADAM, FIRST, GRADS, HYPERS, KEY, PARAMS, SECOND, SIGNED, UNSIGNED, make, same_bits, values
 
 from narrowgauge.numerics.formats import E4M3FN, FP32
-from narrowgauge.numerics.granularity import Block
+from narrowgauge.numerics.granularity import PER_COLUMN, Block
 from narrowgauge.numerics.rounding import NEAREST_EVEN
 from narrowgauge.optim import kernels, storage
 from narrowgauge.optim.kernels import Plan, numba_rules
@@ -67,7 +67,7 @@ def test_many_parameters_in_one_call(threads: int) -> None:
     shapes = ((300, 333), (4, 128), (1, 1), (129, 128), (77,), (200, 256))
     kinds = itertools.product(PARAMS, shapes)
     items = [
-        make(param, GRADS[i % 4], (FIRST[i % 3], SECOND[i // 2 % 3]), ADAM, shape, i)
+        make(param, GRADS[i % len(GRADS)], (FIRST[i % 3], SECOND[i // 2 % 3]), ADAM, shape, i)
         for i, (param, shape) in enumerate(kinds)
     ]
     check(Rule.ADAM, [item._replace(stream=i) for i, item in enumerate(items)], steps=2)
@@ -171,10 +171,10 @@ def test_a_plan_does_not_step_beyond_a_parameter_that_shrank_in_place() -> None:
 
 def test_a_plan_returns_what_the_kernels_do_not_take() -> None:
     taken = make("fp32", "fp32", (SIGNED, UNSIGNED), ADAM, (8, 128), 13)
-    half = taken._replace(grad=taken.grad.half())
+    half = taken._replace(param=taken.param.half())
     double = taken._replace(param=taken.param.double())
     strided = taken._replace(param=taken.param.T.contiguous().T)
-    column = taken._replace(moments=(quantize(taken.grad, CastSpec(E4M3FN)), taken.moments[1]))
+    column = taken._replace(moments=(quantize(taken.grad, CastSpec(E4M3FN, PER_COLUMN)), taken.moments[1]))
     plain = taken._replace(
         moments=(taken.moments[0], quantize(taken.grad.abs(), dataclasses.replace(UNSIGNED, rounding=NEAREST_EVEN)))
     )

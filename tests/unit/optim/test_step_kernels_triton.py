@@ -32,7 +32,7 @@ def test_the_step_compiles_without_a_gpu(gpu_build) -> None:
 @pytest.mark.parametrize("param", PARAMS)
 @pytest.mark.parametrize(("rule", "hyper", "moments"), [case for case in HYPERS if case[0] is not Rule.MUON])
 def test_a_gpu_steps_to_the_bits_of_the_cpu(rule: Rule, hyper: Hyper, moments: int, param: str) -> None:
-    for grad, shape in zip(GRADS, ((1, 4096), (300, 333), (64, 256), (7, 1000)), strict=True):
+    for grad, shape in zip(GRADS, ((1, 4096), (300, 333), (64, 256), (7, 1000), (3, 5)), strict=True):
         twin = make(param, grad, (SIGNED, UNSIGNED)[:moments], hyper, shape, 3)
         item = moved(copy.deepcopy(twin), "cuda")
         assert Plan(rule).run([item], KEY) == []

@@ -9,7 +9,10 @@ from narrowgauge.optim.kernels.triton_step import step_kernel
 
 PARAMS = {ParamKind.FLOAT: "*fp32"}
 MASTERS = {ParamKind.RESIDUAL: "*i8", ParamKind.REMAINDER: "*i16"}
-GRADS = {GradKind.FLOAT: "*fp32", GradKind.BFLOAT: "*bf16", GradKind.E4M3: "*u8", GradKind.E5M2: "*u8"}
+GRADS = {
+    GradKind.FLOAT: "*fp32", GradKind.BFLOAT: "*bf16", GradKind.HALF: "*fp16", GradKind.E4M3: "*u8",
+    GradKind.E5M2: "*u8",
+}  # fmt: skip
 MOMENTS = {
     MomentKind.NONE: "*u8", MomentKind.FLOAT: "*fp32", MomentKind.BFLOAT: "*bf16", MomentKind.SIGNED: "*i8",
     MomentKind.UNSIGNED: "*u8",
@@ -48,7 +51,7 @@ def build_step(
 def build_all(build: Builder) -> None:
     """Every parameter with every gradient, and every rule."""
     adam, *others = RULES
-    for i, param in enumerate(ParamKind):
+    for i, param in enumerate(kind for kind in ParamKind if kind < ParamKind.SCALED):
         build_step(build, *adam, param, GradKind(i % len(GradKind)))
     for rule in others:
         build_step(build, *rule, ParamKind.RESIDUAL, GradKind.E4M3)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from narrowgauge.optim.kernels import triton_step
-from narrowgauge.optim.kernels.items import grad_kind, moment_parts, row_of
+from narrowgauge.optim.kernels.items import grad_kind, parts_of_one, row_of
 from narrowgauge.optim.kernels.table import NUMBERS, Column, GradKind, ParamKind, RuleCode, numbers_of
 from narrowgauge.optim.rules import Muon, Rule, orthogonalized
 from narrowgauge.optim.update import Item
@@ -68,7 +68,7 @@ def _launch(
     tiles = row[Column.VALUES] // columns * across
     parts: list[Any] = [param.detach(), grad if master is None else master, grad, grad if scale is None else scale]
     for place in range(2):
-        own = moment_parts(moments[place]) if place < len(moments) else ()
+        own = parts_of_one(moments[place]) if place < len(moments) else ()
         codes, scales, amax = (*own, *(grad,) * 3)[:3]
         if len(own) > 1:
             amax = amax.zero_().view(torch.int32)

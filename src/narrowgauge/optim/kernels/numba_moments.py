@@ -56,7 +56,7 @@ def load_unsigned(codes: int, scales: int, at: int, n: int, tile: int, width: in
 
 
 @njit(**INNER, error_model="numpy")
-def _largest(values: int, at: int, n: int) -> int:
+def largest_of(values: int, at: int, n: int) -> int:
     """The largest magnitude as bits: NaN is larger than infinity."""
     widest()
     largest = i32(0)
@@ -111,7 +111,7 @@ def store_signed(values: int, n: int, width: int, codes: int, scales: int, at: i
     for t in range((n + width - 1) // width):
         start = t * width
         count = min(width, n - start)
-        largest = _largest(values, start, count)
+        largest = largest_of(values, start, count)
         scale = scale_of(largest, f32(INT8_MAX * INT8_MAX))
         store(1, f32, scales, tile + t, stored(largest, scale))
         _compress_signed(values, start, count, scale, codes, at + start)
@@ -149,7 +149,7 @@ def store_unsigned(values: int, roots: int, n: int, width: int, codes: int, scal
     for t in range((n + width - 1) // width):
         start = t * width
         count = min(width, n - start)
-        largest = _largest(values, start, count)
+        largest = largest_of(values, start, count)
         scale = scale_of(largest, f32(UINT8_MAX * UINT8_MAX))
         store(1, f32, scales, tile + t, stored(largest, scale))
         if largest >= INFINITY or not _compress_roots(roots, start, count, f32(np.sqrt(scale)), codes, at + start):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Self
+from typing import NamedTuple, Self
 
+from narrowgauge.numerics.formats import E4M3FN, E5M2, FP16, Format
+from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, TENSOR_POW2, ScaleRule
 from narrowgauge.optim.rules import Hyper, Muon, Rule
 
 # values of a run, and most columns of a tile: six float32 arrays of them lie in the first-level cache together
@@ -21,7 +23,10 @@ def numbers_of(hyper: Hyper) -> tuple[float, ...]:
 
 
 class Column(IntEnum):
-    """Columns of the table. Addresses are of the first element; kinds are those below."""
+    """Columns of the table. Addresses are of the first element; kinds are those below.
+
+    CODE columns hold a `Coding.number`, of what has one scale for the whole tensor.
+    """
 
     PARAM_KIND = 0
     PARAM = 1
@@ -41,16 +46,51 @@ class Column(IntEnum):
     COLUMNS = 15  # of a row of tiles
     WIDTH = 16  # columns of a tile
     STREAM = 17
+    PARAM_CODE = 18
+    PARAM_SCALE = 19
+    PARAM_AMAX = 20
+    MASTER_CODE = 21
+    MASTER_SCALE = 22
+    MASTER_AMAX = 23
+    FIRST_CODE = 24
+    SECOND_CODE = 25
+
+
+class Coding(NamedTuple):
+    """How values with one scale for the whole tensor are stored. nonzero: nothing but zero goes to zero."""
+
+    format: Format
+    rule: ScaleRule
+    nonzero: bool
+
+    @property
+    def number(self) -> int:
+        """What the kernels know it by; from it they read format and rounding, the scales are computed outside."""
+        return CODED_FORMATS.index(self.format) + 3 * self.nonzero + 6 * CODED_RULES.index(self.rule)
+
+    @classmethod
+    def of(cls, number: int) -> Self:
+        """The coding of a number."""
+        return cls(CODED_FORMATS[number % 3], CODED_RULES[number // 6], number // 3 % 2 == 1)
+
+
+CODED_FORMATS = (E4M3FN, E5M2, FP16)
+CODED_RULES = (TENSOR_POW2, CURRENT, CURRENT_POW2)
 
 
 class ParamKind(IntEnum):
-    """How a parameter is stored, together with its master."""
+    """How a parameter is stored, together with its master.
+
+    SCALED: with one scale for the whole tensor. COPIED: as SCALED, and so is its master, a copy with more digits.
+    """
 
     FLOAT = 0
     BFLOAT = 1
     STOCHASTIC = 2
     RESIDUAL = 3
     REMAINDER = 4
+    SCALED = 5
+    COPIED = 6
 
 
 class GradKind(IntEnum):
@@ -60,16 +100,21 @@ class GradKind(IntEnum):
     BFLOAT = 1
     E4M3 = 2
     E5M2 = 3
+    HALF = 4
 
 
 class MomentKind(IntEnum):
-    """How a moment is stored. SIGNED, UNSIGNED: square-root codes INT8, and UINT8 that keep what is not zero."""
+    """How a moment is stored.
+
+    SIGNED, UNSIGNED: square-root codes INT8, and UINT8 that keep what is not zero. SCALED: as for a parameter.
+    """
 
     NONE = 0
     FLOAT = 1
     BFLOAT = 2
     SIGNED = 3
     UNSIGNED = 4
+    SCALED = 5
 
 
 class RuleCode(IntEnum):

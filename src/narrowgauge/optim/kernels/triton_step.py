@@ -79,7 +79,7 @@ def _write_param(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _read_grad(grad, scale, place, mask, GRAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    if GRAD < 2:
+    if GRAD < 2 or GRAD == 4:  # FLOAT, BFLOAT, HALF
         return widen(tl.load(grad + place, mask=mask, other=0.0))
     else:
         code = tl.load(grad + place, mask=mask, other=0).to(tl.int32)
