@@ -47,15 +47,16 @@ def decode(line: bytes) -> Row:
     return _decode(row)
 
 
-def lines(path: Path, kinds: Collection[str] | None = None) -> Iterator[Line]:
+def lines(path: Path, kinds: Collection[str] | None = None, after: Line | None = None) -> Iterator[Line]:
     """Every whole line of a journal, or only those of `kinds`, without holding more than one; an unended one is left
-    out.
+    out. after: begin behind this line.
 
     Raises OSError.
     """
     starts = None if kinds is None else tuple(_START + kind.encode() + b'"' for kind in kinds)
     with path.open("rb") as file:
-        number = end = 0
+        number, end = (after.number, after.end) if after else (0, 0)
+        file.seek(end)
         while data := file.readline(LONGEST_LINE):
             number += 1
             is_too_long = len(data) == LONGEST_LINE and not data.endswith(b"\n")

@@ -1,0 +1,126 @@
+"""What the sampled steps of a run say of each layer and role: series, and a tally of each measure for the rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from narrowgauge.observe.report_bins import Bins
+
+ROLES = ("input", "weight", "grad_output", "grad", "exp_avg", "exp_avg_sq", "param", "collective")
+MEASURES = ("sqnr_db", "saturated", "flushed", "zero", "lost", "amax", "scale")
+ALL_LAYERS = "all layers (mean)"  # of schema 1, which has means over the layers
+
+
+class Cell(NamedTuple):
+    """One role of one layer."""
+
+    layer: str
+    role: str
+
+
+class Tally:
+    """What one measure did in each cell, as arrays over the cells.
+
+    first, worst, last: values, NaN where there was no sample. Of each limit, (limits, cells): beyond, samples at or
+    beyond it; since and until, the first and the last such step; streak, the first of the latest such samples in a row;
+    calm, samples since. Steps are -1 where there is none.
+    """
+
+    def __init__(self, limits: tuple[float, ...], worst_is_low: bool = False) -> None:
+        self.limits, self.worst_is_low = limits, worst_is_low
+        self.first = self.worst = self.last = np.zeros(0)
+        self.worst_step = self.samples = np.zeros(0, np.int64)
+        empty = np.zeros((len(limits), 0), np.int64)
+        self.since, self.until, self.streak, self.beyond, self.calm = (empty.copy() for _ in range(5))
+
+    def add(self, step: int, values: np.ndarray, unit: np.ndarray | None = None) -> None:
+        """Take in a sample, (cells,), NaN where there is none. unit: what the limits are relative to, (cells,)."""
+        self._grow(len(values))
+        known = ~np.isnan(values)
+        sign = -1.0 if self.worst_is_low else 1.0
+        self.first = np.where(np.isnan(self.first), values, self.first)
+        self.last = np.where(known, values, self.last)
+        self.samples = self.samples + known
+        is_worse = known & ~(sign * values <= sign * self.worst)
+        self.worst = np.where(is_worse, values, self.worst)
+        self.worst_step = np.where(is_worse, step, self.worst_step)
+        for at, limit in enumerate(self.limits):
+            bound = limit if unit is None else unit + limit
+            with np.errstate(invalid="ignore"):
+                is_beyond = known & (sign * values >= sign * bound)
+            self.since[at] = np.where(is_beyond & (self.since[at] < 0), step, self.since[at])
+            begins = is_beyond & ((self.streak[at] < 0) | (self.calm[at] > 0))
+            self.streak[at] = np.where(begins, step, self.streak[at])
+            self.until[at] = np.where(is_beyond, step, self.until[at])
+            self.beyond[at] += is_beyond
+            self.calm[at] = np.where(is_beyond, 0, self.calm[at] + known)
+
+    def _grow(self, cells: int) -> None:
+        more = cells - len(self.first)
+        if more <= 0:
+            return
+        for name in ("first", "worst", "last"):
+            setattr(self, name, np.pad(getattr(self, name), (0, more), constant_values=math.nan))
+        self.worst_step = np.pad(self.worst_step, (0, more), constant_values=-1)
+        self.samples = np.pad(self.samples, (0, more))
+        for name, fill in (("since", -1), ("until", -1), ("streak", -1), ("beyond", 0), ("calm", 0)):
+            setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, more)), constant_values=fill))
+
+
+class PrecisionReader:
+    """Takes in `precision` rows, in order; memory does not grow with their number."""
+
+    def __init__(self, tallies: Mapping[str, Tally]) -> None:
+        self.cells: list[Cell] = []
+        self.bins = Bins()
+        self.tallies = dict(tallies)
+        self.steps_sampled: list[int] = []  # the first and the last two: how often was sampled
+        self._index: dict[Cell, int] = {}
+        self._units: dict[str, np.ndarray] = {}
+
+    @property
+    def samples(self) -> int:
+        """Rows taken in."""
+        return self.bins.samples
+
+    def add(self, step: int, layers: Any, expected_sqnr_db: Mapping[Cell, float] | None = None) -> None:
+        """Take in {layer: {role: {measure: number}}}; what is no number is passed over.
+
+        expected_sqnr_db: what each cell's format gives, which its SQNR is judged against.
+        """
+        columns: dict[str, list[float]] = {}
+        for layer, roles in layers.items() if isinstance(layers, dict) else ():
+            for role, measures in roles.items() if isinstance(roles, dict) else ():
+                if not isinstance(measures, dict):
+                    continue
+                at = self._at(Cell(layer, role))
+                for measure, value in measures.items():
+                    if type(value) is not float and (type(value) is not int):
+                        continue
+                    column = columns.get(measure)
+                    if column is None:
+                        column = columns[measure] = [math.nan] * len(self._index)
+                    elif len(column) <= at:
+                        column.extend([math.nan] * (at + 1 - len(column)))
+                    column[at] = math.inf if measure in ("amax", "scale") and value != value else value
+        for column in columns.values():
+            column.extend([math.nan] * (len(self.cells) - len(column)))
+        self.bins.add(step, columns)
+        self.steps_sampled = [*self.steps_sampled[:1], *self.steps_sampled[-1:], step][-3:]
+        for measure, tally in self.tallies.items():
+            if measure in columns:
+                unit = None
+                if measure == "sqnr_db":
+                    unit = np.array([(expected_sqnr_db or {}).get(cell, math.nan) for cell in self.cells])
+                tally.add(step, np.array(columns[measure]), unit)
+
+    def _at(self, cell: Cell) -> int:
+        at = self._index.get(cell)
+        if at is None:
+            at = self._index[cell] = len(self.cells)
+            self.cells.append(cell)
+        return at
