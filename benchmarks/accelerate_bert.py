@@ -1,12 +1,14 @@
 """BERT on pairs of sentences through accelerate: our recipes against bf16, in one run.
 
-    python benchmarks/accelerate_bert.py [--recipes fp8_delayed narrow8 ...] [--seeds 3] [--steps 300] [--json]
+    python benchmarks/accelerate_bert.py [--recipes fp8_delayed narrow8 ...] [--seeds 3] [--steps 1000] [--json]
     accelerate launch --num_processes 2 benchmarks/accelerate_bert.py
 
 The layout is that of accelerate's own benchmarks of FP8: a baseline and each recipe train the same model on the same
 batches, and must agree in loss, accuracy and F1. The model is a small BERT with random weights in place of a
-pretrained one, the pairs are made from the texts that Python carries in place of MRPC: two sentences that follow each
-other in a paragraph, or two of different topics. Which layers were converted, and bytes by role, are of the same run.
+pretrained one, the pairs are made from the texts that Python carries in place of MRPC: a sentence and four fifths of
+its words in another order, or of another sentence's. Such a pair is told by comparing words across the two, which a
+model has to learn; the baseline must have, for among guesses every recipe would agree. Which layers were converted,
+and bytes by role, are of the same run.
 """
 
 from __future__ import annotations
@@ -34,23 +36,25 @@ BASELINE = "bf16"
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_lm_o2", "narrow8")
 LENGTH, VOCABULARY, BATCH = 64, 2048, 16
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
-EVALUATED, TRAINED = 1024, 6144  # pairs
+SPREAD = 0.1  # of the first weights: with BERT's own 0.02, made for 768 features, so narrow a model learns nothing
+EVALUATED, TRAINED = 1024, 16384  # pairs
+WORDS, KEPT = 8, 0.8  # least of a sentence; share of them in the other half of a pair
+LEARNED = 0.8  # accuracy of the baseline
 CLASSIFY, SEPARATE = 0, 1
 ALLOWED_LOSS_GAP = 0.03  # as benchmarks/parity.py
-# parameter, gradient, master and both moments; what is kept wide (biases, norms) and the scales add to it
-MOST_BYTES = {BASELINE: 16.1, "fp8_delayed": 16.1, "fp8_current": 16.1, "fp8_lm_o2": 6.6, "narrow8": 6.6}
+# parameter, gradient, master and both moments; what is kept wide (biases, norms) and the scales add to it, and for
+# fp8_delayed three histories of 1,024 amax values in each of 13 layers: 0.24 bytes a parameter of so small a model
+MOST_BYTES = {BASELINE: 16.1, "fp8_delayed": 16.34, "fp8_current": 16.1, "fp8_lm_o2": 6.6, "narrow8": 6.6}
 
 
-def sentences() -> list[list[str]]:
-    """Paragraphs of three sentences or more."""
+def sentences() -> list[list[int]]:
+    """All sentences of enough words, as `tokens`."""
     found = []
     for text in topics.values():
         for paragraph in text.split("\n\n"):
             parts = re.split(r"(?<=[.:;])\s+", " ".join(paragraph.split()))
-            parts = [part for part in parts if len(part.split()) >= 4]
-            if len(parts) >= 3:
-                found.append(parts)
-    return found
+            found += [tokens(part) for part in parts]
+    return [each for each in found if len(each) >= WORDS]
 
 
 def tokens(sentence: str) -> list[int]:
@@ -59,21 +63,18 @@ def tokens(sentence: str) -> list[int]:
     return [2 + zlib.crc32(word.encode()) % (VOCABULARY - 2) for word in words]
 
 
-def pairs(paragraphs: list[list[str]], count: int, generator: torch.Generator) -> list[dict[str, Tensor]]:
+def pairs(found: list[list[int]], count: int, generator: torch.Generator) -> list[dict[str, Tensor]]:
     """`count` examples as BERT takes them, half of each label."""
 
-    def draw(most: int) -> int:
-        return int(torch.randint(most, (), generator=generator))
+    def draw() -> list[int]:
+        return found[int(torch.randint(len(found), (), generator=generator))]
 
     examples = []
     for number in range(count):
-        paragraph = paragraphs[draw(len(paragraphs))]
-        at, label = draw(len(paragraph) - 1), number % 2
-        first, second = paragraph[at], paragraph[at + 1]
-        if not label:
-            other = paragraphs[draw(len(paragraphs))]
-            second = other[draw(len(other))]
-        a, b = tokens(first), tokens(second)
+        a, label = draw(), number % 2
+        source = a if label else draw()
+        kept = [word for word in source if torch.rand((), generator=generator) < KEPT]
+        b = [kept[at] for at in torch.randperm(len(kept), generator=generator).tolist()]
         ids = [CLASSIFY, *a, SEPARATE, *b, SEPARATE]
         rest = LENGTH - len(ids)
         examples.append(
@@ -88,9 +89,9 @@ def pairs(paragraphs: list[list[str]], count: int, generator: torch.Generator) -
 
 
 def loaders(seed: int, evaluated: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Pairs to train on, drawn by `seed`, and to evaluate, of other paragraphs and the same for all seeds."""
-    paragraphs = sentences()
-    held, rest = paragraphs[::5], [each for at, each in enumerate(paragraphs) if at % 5]
+    """Pairs to train on, drawn by `seed`, and to evaluate, of other sentences and the same for all seeds."""
+    found = sentences()
+    held, rest = found[::5], [each for at, each in enumerate(found) if at % 5]
     training: Any = pairs(rest, TRAINED, torch.Generator().manual_seed(1 + seed))
     testing: Any = pairs(held, evaluated, torch.Generator().manual_seed(0))
     shuffled = DataLoader(training, batch_size=BATCH, shuffle=True)
@@ -105,7 +106,7 @@ def train(recipe: str, seed: int, steps: int, evaluated: int) -> dict[str, Any]:
     set_seed(seed)
     config = BertConfig(
         vocab_size=VOCABULARY, max_position_embeddings=LENGTH, num_labels=2, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, **SHAPE,
+        attention_probs_dropout_prob=0.0, initializer_range=SPREAD, **SHAPE,
     )  # fmt: skip
     model: Any = BertForSequenceClassification(config)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -151,7 +152,12 @@ def evaluate(accelerator: Accelerator, model: Any, testing: Any) -> dict[str, fl
 
 def figures(repeats: dict[str, list[dict[str, Any]]], evaluated: int) -> dict[str, dict[str, float]]:
     """Distances of each recipe's means from the baseline's, bytes, and layers."""
-    base, found = repeats[BASELINE], {}
+    base = repeats[BASELINE]
+    found = {
+        f"accuracy of BERT with {BASELINE}": {
+            "measured": mean(run["accuracy"] for run in base), "at_least": LEARNED, "at_most": 1.0,
+        }
+    }  # fmt: skip
     # twice the standard error of a difference of two shares of the pairs, each at most that of a coin
     noise = 2 * math.sqrt(2 * 0.25 / (evaluated * len(base)))
     for recipe, runs in repeats.items():
@@ -178,7 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=ng.recipe_names(), default=list(RECIPES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--evaluated", type=int, default=EVALUATED, help="pairs that are held out")
     parser.add_argument("--json", action="store_true", help="write a result file")
     arguments = parser.parse_args()
@@ -201,7 +207,8 @@ def main() -> int:
     for label, figure in found.items():
         ok = figure.get("at_least", -math.inf) <= figure["measured"] <= figure["at_most"]
         met &= ok
-        print(f"{label}: {figure['measured']:.4f}, at most {figure['at_most']:.4f}  {'ok' if ok else 'MISSED'}")
+        least = f"at least {figure['at_least']:.4f}, " if "at_least" in figure else ""
+        print(f"{label}: {figure['measured']:.4f}, {least}at most {figure['at_most']:.4f}  {'ok' if ok else 'MISSED'}")
     if arguments.json:
         print(common.write_result("accelerate_bert", {"figures": found, "repeats": repeats}))
     return 0 if met else 1
