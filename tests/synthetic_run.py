@@ -1,4 +1,4 @@
-"""Runs that were never trained: folders with a journal by the documented rows, and the troubles that a test asks for."""
+"""Runs that were never trained: folders with a journal by the documented rows, with troubles that a test asks for."""
 
 from __future__ import annotations
 

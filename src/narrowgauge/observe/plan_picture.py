@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from xml.sax.saxutils import escape
 
-# light, dark: hues that differ in lightness, too; recipes beyond them begin anew
-COLOURS = (("#6b7280", "#9ca3af"), ("#1d6fd1", "#6cb0ff"), ("#c2530a", "#ff9d57"), ("#0f7a5a", "#4fd1a5"))
+from narrowgauge.observe.picture import legend, opening
+
 WIDTH, LEFT, RIGHT, TOP = 1000, 130, 90, 132
 LANE, GAP, DOT = 22, 14, 6
 BILLION = 1e9
-_STYLE = """
-svg { background: #ffffff; font-family: system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif }
-text { fill: #1f2328; font-size: 15px }
-.title { font-size: 21px; font-weight: 600 }
-.note { fill: #57606a; font-size: 14px }
-.grid { stroke: #d8dee4; stroke-width: 1 }
-.band { fill: #f6f8fa }
-"""
-_DARK = """
-svg { background: #0d1117 }
-text { fill: #e6edf3 }
-.note { fill: #9aa4af }
-.grid { stroke: #30363d }
-.band { fill: #161b22 }
-"""
 
 
 def picture(found: Mapping[str, Mapping[int, float]], title: str, note: str) -> str:
@@ -39,14 +23,7 @@ def picture(found: Mapping[str, Mapping[int, float]], title: str, note: str) -> 
     low, high = _decades(positive)
     row = LANE * len(recipes) + GAP
     height = TOP + row * len(gpus) + 58
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{escape(title, _QUOTES)}">',
-        f"<style>{_styles(len(recipes))}</style>",
-        f'<text class="title" x="{DOT}" y="30">{escape(title)}</text>',
-        f'<text class="note" x="{DOT}" y="54">{escape(note)}</text>',
-        *_legend(recipes),
-    ]
+    lines = [*opening(title, note, WIDTH, height, len(recipes)), *legend(recipes, LEFT)]
     for at in range(1, len(gpus), 2):
         lines.append(f'<rect class="band" x="0" y="{TOP + at * row}" width="{WIDTH}" height="{row}"/>')
     lines += _axis(low, high, TOP + row * len(gpus))
@@ -56,9 +33,6 @@ def picture(found: Mapping[str, Mapping[int, float]], title: str, note: str) -> 
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-_QUOTES = {'"': "&quot;"}
-
-
 def billions(size: float) -> str:
     """Parameters in words: 125M, 6.7B, 175B, 2.5T."""
     for unit, name in ((1e12, "T"), (BILLION, "B"), (1e6, "M")):
@@ -66,14 +40,6 @@ def billions(size: float) -> str:
             value = size / unit
             return f"{value:.1f}".removesuffix(".0") + name if value < 10 else f"{value:.0f}{name}"
     return f"{size:.0f}"
-
-
-def _styles(recipes: int) -> str:
-    def colours(theme: int) -> str:
-        pairs = [COLOURS[at % len(COLOURS)][theme] for at in range(recipes)]
-        return "\n".join(f".c{at} {{ fill: {colour}; stroke: {colour} }}" for at, colour in enumerate(pairs))
-
-    return f"{_STYLE}{colours(0)}\n@media (prefers-color-scheme: dark) {{{_DARK}{colours(1)}\n}}"
 
 
 def _decades(sizes: Sequence[float]) -> tuple[int, int]:
@@ -86,15 +52,6 @@ def _decades(sizes: Sequence[float]) -> tuple[int, int]:
 
 def _x(size: float, low: int, high: int) -> float:
     return LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(size) - low) / (high - low)
-
-
-def _legend(recipes: Sequence[str]) -> list[str]:
-    lines, x = [], LEFT
-    for at, recipe in enumerate(recipes):
-        lines.append(f'<circle class="c{at}" cx="{x}" cy="82" r="{DOT}"/>')
-        lines.append(f'<text x="{x + 13}" y="87">{escape(recipe)}</text>')
-        x += 40 + 9 * len(recipe)
-    return lines
 
 
 def _axis(low: int, high: int, bottom: int) -> list[str]:

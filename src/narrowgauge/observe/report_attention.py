@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.observe.loss_band import RobustBand
 from narrowgauge.observe.report_rules import LOOK, NOTE, SERIOUS, SEVERITIES, Finding, cell_findings, thresholds
 from narrowgauge.observe.report_run import RunReader
 
 SKIPS_IN_A_ROW = 10  # at the smallest scale: what comes then is no search for a scale
 SKIPPED_SHARE = 0.05
 GAP_NATS = 0.03  # of validation losses, against the reference run
-BAND_KEYS = ("window", "spreads", "floor")
 
 
 def attention(run: RunReader, reference: RunReader | None = None) -> list[Finding]:
@@ -36,7 +34,7 @@ def attention(run: RunReader, reference: RunReader | None = None) -> list[Findin
 
 def checked(run: RunReader) -> list[str]:
     """What was looked for, with thresholds, and how often the run was sampled."""
-    window, spreads, floor = _band(run)
+    window, spreads, floor = run.band
     return [
         sampling(run),
         f"skipped steps: {SKIPS_IN_A_ROW} in a row or more with the loss scale at its smallest, or more than "
@@ -62,27 +60,6 @@ def sampling(run: RunReader) -> str:
     if not run.has_layers:
         return f"means over all layers in {times}: this older journal does not tell layers apart"
     return f"{layers:,} layers, {len(reader.cells):,} of their tensors, in {times}: between them nothing is known"
-
-
-def band_ends(run: RunReader) -> np.ndarray:
-    """The end of the robust band before each step's loss, nats: infinite where there is none yet."""
-    band = RobustBand(*_band(run))
-    ends = []
-    for loss in run.steps["loss"].tolist():
-        ends.append(band.end)
-        band.add(loss)
-    return np.array(ends)
-
-
-def _band(run: RunReader) -> tuple[int, float, float]:
-    """(window, spreads, floor), as the run's configuration has them."""
-    section = run.config.get("divergence")
-    values: list[Any] = [32, 10.0, 1.5]
-    for at, key in enumerate(BAND_KEYS):
-        value = section.get(key) if isinstance(section, dict) else None
-        if isinstance(value, int | float) and value > 0:
-            values[at] = value
-    return max(1, int(values[0])), float(values[1]), float(values[2])
 
 
 def _streaks(flags: np.ndarray) -> list[tuple[int, int]]:
@@ -157,7 +134,7 @@ def _losses(run: RunReader) -> list[Finding]:
         )
         remedy = f"Look at the data of step {steps[first]:,}; then at the precision map just before it."
         found.append(Finding(severity, "loss", "the loss was not finite", text, remedy, int(steps[first])))
-    ends = band_ends(run)
+    ends = run.band_ends
     spikes = _streaks(np.isfinite(loss) & (loss > ends))
     if spikes:
         first, last = max(spikes, key=lambda pair: float((loss - ends)[pair[0] : pair[1] + 1].max()))

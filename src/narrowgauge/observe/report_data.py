@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.observe.report_attention import attention, band_ends, checked, sampling
+from narrowgauge.observe.report_attention import attention, checked, sampling
 from narrowgauge.observe.report_bins import FEWEST, coded, packed, shrunk, shrunk_steps
 from narrowgauge.observe.report_precision import ROLES, Cell
 from narrowgauge.observe.report_rules import SEVERITIES, expected_sqnr_db
@@ -26,6 +26,7 @@ _OUTER_PERCENT = 5.0  # the band of a difference goes from this percentile to it
 
 def report_data(runs: Sequence[RunReader], reference: int = 0) -> dict[str, Any]:
     """Everything the page shows, ready for JSON. reference: the run that the others are held against."""
+    _tell_apart(runs)
     base = runs[reference]
     found: list[dict[str, Any]] = []
     for at, run in enumerate(runs):
@@ -43,6 +44,15 @@ def report_data(runs: Sequence[RunReader], reference: int = 0) -> dict[str, Any]
         "runs": shown,
     }
     return _plain(data)
+
+
+def _tell_apart(runs: Sequence[RunReader]) -> None:
+    """Runs of the same name in different folders get a number."""
+    seen: dict[str, int] = {}
+    for run in runs:
+        name = run.folder.resolve().name
+        seen[name] = seen.get(name, 0) + 1
+        run.name = name if seen[name] == 1 else f"{name} ({seen[name]})"
 
 
 def difference(run: RunReader, reference: RunReader) -> dict[str, Any] | None:
@@ -147,7 +157,7 @@ def _step_series(run: RunReader) -> dict[str, Any]:
         "count": len(steps),
         "first": packed(steps[starts].astype(np.uint32)),
         "last": packed(steps[edges[1:] - 1].astype(np.uint32)),
-        "band": packed(np.fmax.reduceat(band_ends(run), starts).astype(np.float32)),
+        "band": packed(np.fmax.reduceat(run.band_ends, starts).astype(np.float32)),
     }
     for name in ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale"):
         values = columns[name]

@@ -118,6 +118,20 @@ class PrecisionReader:
                     unit = np.array([(expected_sqnr_db or {}).get(cell, math.nan) for cell in self.cells])
                 tally.add(step, np.array(columns[measure]), unit)
 
+    def summary(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+        """{layer: {role: {measure: {"first", "worst", "worst_step", "last"}}}} of the measures that rules look at."""
+        found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+        for measure, tally in self.tallies.items():
+            for at in np.flatnonzero(tally.samples).tolist():
+                cell = self.cells[at]
+                found.setdefault(cell.layer, {}).setdefault(cell.role, {})[measure] = {
+                    "first": float(tally.first[at]),
+                    "worst": float(tally.worst[at]),
+                    "worst_step": int(tally.worst_step[at]),
+                    "last": float(tally.last[at]),
+                }
+        return found
+
     def _at(self, cell: Cell) -> int:
         at = self._index.get(cell)
         if at is None:

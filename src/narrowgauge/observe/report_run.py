@@ -12,12 +12,14 @@ import yaml
 
 from narrowgauge.observe.journal import Journal
 from narrowgauge.observe.journal_rows import Line, Row, lines
+from narrowgauge.observe.loss_band import RobustBand
 from narrowgauge.observe.report_histograms import HistogramReader
 from narrowgauge.observe.report_precision import ALL_LAYERS, Cell, PrecisionReader
 from narrowgauge.observe.report_rules import cell_tallies, expected_sqnr_db
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale")
 EVENTS = ("recipe", "warning", "resumed", "guard")
+BAND = {"window": 32, "spreads": 10.0, "floor": 1.5}  # as train.sections.DivergenceConfig has them
 MOST_EVENTS = 2000
 MOST_PROBLEMS = 20
 _TAIL_BYTES = 256
@@ -75,6 +77,26 @@ class RunReader:
         return found | {"step": np.array(self._steps, np.int64), "skipped": np.array(self._skipped, bool)}
 
     @property
+    def band_ends(self) -> np.ndarray:
+        """The end of the robust band before each step's loss, nats a token: infinite where there is none yet."""
+        return np.array(self._ends, np.float64)
+
+    @property
+    def band(self) -> tuple[int, float, float]:
+        """(window, spreads, floor) of the band, as the run's configuration has them."""
+        section = _mapping(self.config.get("divergence"))
+        window, spreads, floor = (
+            value if isinstance(value := section.get(key), int | float) and value > 0 else default
+            for key, default in BAND.items()
+        )
+        return max(1, int(window)), float(spreads), float(floor)
+
+    @property
+    def tag(self) -> str:
+        """Changes with the journal."""
+        return f"{self._size:x}.{hash(self._tail) & 0xFFFFFFFF:x}"
+
+    @property
     def planned_steps(self) -> int | None:
         """Of its configuration; None where there is none."""
         steps = self.config.get("steps")
@@ -97,6 +119,7 @@ class RunReader:
         self.has_layers = False
         self._steps, self._skipped = array("q"), array("b")
         self._columns = {name: array("d") for name in COLUMNS}
+        self._band, self._ends = RobustBand(*self.band), array("d")
         self._line: Line | None = None  # the last one taken in, without its row
         self._size = 0
         self._tail = b""
@@ -134,6 +157,8 @@ class RunReader:
         self._skipped.append(row.get("skipped") is True)
         for name, column in self._columns.items():
             column.append(_number(row.get(name)))
+        self._ends.append(self._band.end)
+        self._band.add(self._columns["loss"][-1])
         bad = row.get("bad_parameter")
         if isinstance(bad, str):
             found = self.bad_parameters.setdefault(bad, [row["step"], row["step"], 0])
