@@ -24,6 +24,7 @@ from narrowgauge.layers.gradient_hooks import KeptGradient, is_cast
 from narrowgauge.layers.gradients import trainable
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.local import local, local_grad
+from narrowgauge.tensors.tallies import add_storage
 
 
 class Plan(NamedTuple):
@@ -232,7 +233,10 @@ class Round:
             return
         shape, dtype = local(p).shape, p.grad_dtype or p.dtype
         if owner.is_cast and not owner.has_mean(p):
-            owner.take_mean(p, cast_values(rows, sent, shape, dtype, owner.spec))
+            mean = cast_values(rows, sent, shape, dtype, owner.spec)
+            if owner.tally is not None:
+                add_storage(owner.tally, wide_values(rows, sent, shape, dtype), mean)
+            owner.take_mean(p, mean)
         else:
             owner.take_mean(p, wide_values(rows, sent, shape, dtype))
         for hook in list((p._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from narrowgauge.numerics.rounding import STOCHASTIC
+from narrowgauge.numerics.tally import Tally
 from narrowgauge.recipes.fields import GradAccumulation
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.cast import FLOATING, HALF, cast_storage
 from narrowgauge.tensors.local import as_part_of, is_plain, local
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
+from narrowgauge.tensors.tallies import add_storage
 from narrowgauge.tensors.values import values_of
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -80,7 +82,8 @@ class KeptGradient:
 
     spec: how the gradient is kept. sink: where it goes before, if anywhere. depth: of the `accumulate` contexts that it
     is in. adds: whether the accumulation under way adds to a gradient. earlier: a mean over processes that waits for
-    the next one. sums: whether the mean that comes is that of an `accumulate` context.
+    the next one. sums: whether the mean that comes is that of an `accumulate` context. tally: takes what casts do, on
+    sampled steps.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class KeptGradient:
         self.earlier: Tensor | None = None
         self._dtype = torch.float32  # of gradients outside of contexts
         self.sums = False
+        self.tally: Tally | None = None
 
     @staticmethod
     def of(p: Tensor) -> KeptGradient | None:
@@ -176,6 +180,8 @@ class KeptGradient:
         """Cast `p.grad` by `spec`; random bits come from torch's default CPU generator."""
         assert p.grad is not None
         kept = quantize(local(p.grad), spec, torch.default_generator if spec.is_stochastic else None)
+        if self.tally is not None:
+            add_storage(self.tally, local(p.grad), kept)
         p.grad = as_part_of(p, kept if spec is self.spec else _as_spec(kept, self.spec))
 
     def has_mean(self, p: nn.Parameter) -> bool:

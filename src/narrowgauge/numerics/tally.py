@@ -59,7 +59,7 @@ class Figures(NamedTuple):
         if self.bins is None:
             return None
         there = [i for i, count in enumerate(self.bins) if count]
-        first, last = (there[0], there[-1] + 1) if there else (-_SMALLEST, -_SMALLEST)
+        first, last = (there[0], there[-1] + 1) if there else (-_SMALLEST, -_SMALLEST)  # nothing, from exponent 0 on
         return {"low": first + _SMALLEST, "counts": self.bins[first:last], "zeros": self.zeros}
 
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowgauge.observe.journal import Journal
+    from narrowgauge.observe.observation import Observation
 
 # public name -> its module; loaded on first use, so that importing the package stays cheap
-_HOMES = {"Journal": "journal"}
+_HOMES = {"Journal": "journal", "Observation": "observation"}
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Observation"]
 
 
 def __getattr__(name: str) -> Any:

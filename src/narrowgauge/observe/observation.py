@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from narrowgauge.layers.statistics import Statistics, collect
 from narrowgauge.numerics.tally import Figures
+from narrowgauge.observe.state_statistics import StateStatistics, watched
 
 Layers = dict[str, dict[str, dict[str, float]]]  # layer -> role -> measure -> value
 Histograms = dict[str, dict[str, dict[str, Any]]]  # layer -> role -> {"low", "counts", "zeros"}
@@ -60,7 +61,7 @@ class Observation:
         self.every = every
         self.histograms_every = HISTOGRAM_SAMPLES * every if histograms_every is None else histograms_every
         self._stack: ExitStack | None = None
-        self._statistics: Statistics | None = None
+        self._looks: tuple[Statistics, StateStatistics] | None = None
         self._has_bins = False
 
     def due(self, step: int) -> bool:
@@ -89,7 +90,9 @@ class Observation:
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing can be compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._statistics = stack.enter_context(collect(self.model, self._has_bins))
+            operands = stack.enter_context(collect(self.model, self._has_bins))
+            state = stack.enter_context(watched(self.model, self.optimizer, self._has_bins))
+            self._looks = operands, state
             self._stack = stack.pop_all()
 
     def end(self) -> None:
@@ -103,10 +106,14 @@ class Observation:
 
         A collective in several processes: all of them call it after the same steps, and get the same.
         """
-        statistics, self._statistics = self._statistics, None
-        if statistics is None:
+        looks, self._looks = self._looks, None
+        if looks is None:
             return None
-        found = _of_all_ranks(statistics.figures())
+        operands, state = looks
+        found = operands.figures()
+        for layer, roles in state.figures().items():
+            found.setdefault(layer, {}).update(roles)
+        found = _of_all_ranks(found)
         layers = {
             layer: {role: figures.measures() for role, figures in roles.items()} for layer, roles in found.items()
         }

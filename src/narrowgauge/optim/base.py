@@ -18,6 +18,7 @@ from narrowgauge.optim.rules import Hyper, Rule
 from narrowgauge.optim.saving import SavedState
 from narrowgauge.optim.state import MASTER
 from narrowgauge.optim.update import Item, update, values_of_gradient
+from narrowgauge.optim.watch import UpdateWatch
 from narrowgauge.tensors.local import is_distributed, local_grad
 
 __all__ = ["MASTER", "LowPrecisionOptimizer"]
@@ -47,6 +48,7 @@ class LowPrecisionOptimizer(SavedState):
     """
 
     rule: ClassVar[Rule]
+    watch: UpdateWatch | None = None  # what looks at a sampled step
 
     def _forget_all(self) -> None:
         super()._forget_all()
@@ -77,10 +79,11 @@ class LowPrecisionOptimizer(SavedState):
         """
         stepped = [p for p in parameters if p.grad is not None and self.is_own(p)]
         items = self._items(stepped)
+        update = self._update if self.watch is None else self._watched(self.watch, stepped)
         if self.offload is None:
-            self._update(items)
+            update(items)
         else:
-            offloading.step(items, lambda item: self._update([item]))
+            offloading.step(items, lambda item: update([item]))
         for p in stepped:
             if is_distributed(p):
                 torch.autograd.graph.increment_version(p)  # it sees no writes to its local part
@@ -91,6 +94,23 @@ class LowPrecisionOptimizer(SavedState):
         self._plan = self._plan or kernels.Plan(self.rule)
         for item in self._plan.run(items, key):  # what no kernel takes
             update(self.rule, item, key)
+
+    def _watched(self, watch: UpdateWatch, stepped: list[Tensor]) -> Callable[[list[Item]], None]:
+        """`_update` of one item after the other, in the order of `stepped`, with the same bits, looked at."""
+        owners = (p for p in stepped if self.held(p).numel())
+
+        def update(items: list[Item]) -> None:
+            plan, self._plan = self._plan, None  # what is planned for all items at once stays
+            try:
+                for item in items:
+                    p = next(owners)
+                    roles = [self.moments[name] for name in self.moment_names(self.place_of(p).group)]
+                    with watch.step(p, self.rule, item, roles):
+                        self._update([item])
+            finally:
+                self._plan = plan
+
+        return update
 
     def _items(self, parameters: list[Tensor]) -> list[Item]:
         grads = [local_grad(p) for p in parameters]

@@ -1,0 +1,82 @@
+"""What a sampled step did to gradients, optimizer state and parameters, by layer and role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from narrowgauge.layers.gradient_hooks import KeptGradient
+from narrowgauge.numerics.tally import Figures, Tally
+from narrowgauge.observe.header import layer_of
+from narrowgauge.optim.base import LowPrecisionOptimizer
+from narrowgauge.optim.replace import current
+from narrowgauge.optim.watch import GRAD, UpdateWatch
+from narrowgauge.tensors.local import local_grad
+
+
+class StateStatistics:
+    """Tallies gathered inside `watched`. casts: of gradients, by name of the parameter."""
+
+    def __init__(self, names: dict[Tensor, str], updates: UpdateWatch, casts: dict[str, Tally]) -> None:
+        self._names, self._updates, self._casts = names, updates, casts
+
+    def figures(self) -> dict[str, dict[str, Figures]]:
+        """{layer: {role: figures}}; waits for the device. Roles: grad, exp_avg, exp_avg_sq, param."""
+        found: dict[str, dict[str, Figures]] = {}
+        for p, tallies in self._updates.tallies.items():
+            if p in self._names:
+                roles = {role: tally.read() for role, tally in tallies.items()}
+                found.setdefault(layer_of(self._names[p]), {}).update(roles)
+        for name, tally in self._casts.items():
+            if tally.sums:
+                roles = found.setdefault(layer_of(name), {})
+                roles[GRAD] = _cast_and_kept(tally.read(), roles.get(GRAD))
+        return found
+
+
+def _cast_and_kept(cast: Figures, kept: Figures | None) -> Figures:
+    """The figures of a gradient's cast; what the step then found in it adds the share of zeros only: it is clipped."""
+    if kept is None:
+        return cast
+    return Figures({**kept.sums, **cast.sums}, {**kept.maxima, **cast.maxima}, cast.bins, cast.zeros)
+
+
+@contextmanager
+def watched(model: nn.Module, optimizer: Optimizer | None, has_bins: bool = False) -> Iterator[StateStatistics]:
+    """Look at the casts of gradients, and at the optimizer's step, inside.
+
+    Of torch's own optimizers, whose state is float32, the gradients are looked at that they read.
+    """
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    updates, casts = UpdateWatch(has_bins), {name: Tally(has_bins) for name in names.values()}
+    owners = [(owner, casts[name]) for p, name in names.items() if (owner := KeptGradient.of(p)) is not None]
+    inner = current(getattr(optimizer, "optimizer", optimizer)) if optimizer is not None else None
+    handle: Any = None
+    try:
+        for owner, tally in owners:
+            owner.tally = tally
+        if isinstance(inner, LowPrecisionOptimizer):
+            inner.watch = updates
+        elif inner is not None:
+            handle = inner.register_step_pre_hook(lambda *_: _see_gradients(names, updates))
+        yield StateStatistics(names, updates, casts)
+    finally:
+        for owner, _ in owners:
+            owner.tally = None
+        if handle is not None:
+            handle.remove()
+        if isinstance(inner, LowPrecisionOptimizer):
+            inner.watch = None
+
+
+@torch.no_grad()
+def _see_gradients(names: dict[Tensor, str], updates: UpdateWatch) -> None:
+    for p in names:
+        grad = local_grad(p) if p.grad is not None else None
+        if grad is not None and not grad.is_sparse and grad.is_floating_point():
+            updates.see_gradient(p, grad)
