@@ -28,6 +28,7 @@ from narrowgauge.numerics.scaling import (
 )
 from narrowgauge.recipes import casts
 from narrowgauge.recipes import fields as check
+from narrowgauge.recipes.files import is_file_name, read_recipe
 from narrowgauge.recipes.spec import FIELDS, CastSpec, Recipe
 
 P = ParamSpec("P")
@@ -264,7 +265,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe(name: str | Recipe, **fields: Any) -> Recipe:
-    """The recipe of that name, or the given one, with `fields` replaced.
+    """The recipe of that name, or in the file of that name (.yaml, .yml, .json), or the given one; `fields` replaced.
 
     A name also takes the options of its own function: `recipe("fp8_delayed", amax_history_len=16, tf32=True)`.
     Raises RecipeError for an unknown name or field, naming the closest valid one, and for a value that a field does
@@ -274,7 +275,9 @@ def recipe(name: str | Recipe, **fields: Any) -> Recipe:
         _check_names(fields, ())
         return name.replace(**fields) if fields else name
     if not isinstance(name, str):
-        raise RecipeError(f"recipe {name!r}: expected a name ({', '.join(_NAMED)}) or a Recipe")
+        raise RecipeError(f"recipe {name!r}: expected a name ({', '.join(_NAMED)}), a file's, or a Recipe")
+    if is_file_name(name):
+        return recipe(read_recipe(name), **fields)
     if name not in _NAMED:
         raise RecipeError(f"unknown recipe '{name}'{closest(name, _NAMED)}")
     build = _NAMED[name]

@@ -18,7 +18,9 @@ import yaml
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.optim.replace import needs_own
+from narrowgauge.recipes.files import is_file_name
 from narrowgauge.recipes.library import recipe
+from narrowgauge.recipes.serialize import from_dict, to_dict
 from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES, Recipe
 from narrowgauge.train.parse import build, read_yaml
 from narrowgauge.train.sections import (
@@ -50,7 +52,8 @@ class TrainConfig:
         divergence: when to give up.
         guard: watches over precision, and widens it where that is in trouble.
         parallel: over how many processes, and how.
-        recipe: name of the precision recipe, see `narrowgauge chart`.
+        recipe: name of the precision recipe, see `narrowgauge chart`, or a file with one (.yaml or .json), as
+            `narrowgauge tune` writes it; custom: the one that recipe_fields spell in full.
         recipe_fields: fields of the recipe to change, e.g. {tf32: true}.
         switches: recipes to go on with, which store the same, e.g. after fp8_delayed [{after_step: 180, recipe: bf16}];
             each may have recipe_fields.
@@ -221,10 +224,15 @@ class TrainConfig:
 
     def build_recipe(self) -> Recipe:
         """The recipe with its changed fields and its schedule. Raises RecipeError."""
-        built = recipe(self.recipe, **self.recipe_fields)
+        built = _recipe(self)
         for switch in self.switches:
-            built = built.switch_at(switch.after_step, recipe(switch.recipe, **switch.recipe_fields))
+            built = built.switch_at(switch.after_step, _recipe(switch))
         return built
+
+    def spelled_out(self) -> TrainConfig:
+        """The configuration with recipes from files written out, so that the files are not needed again."""
+        switches = [dataclasses.replace(switch, **_spelled(switch)) for switch in self.switches]
+        return dataclasses.replace(self, switches=switches, **_spelled(self))
 
     def torch_device(self) -> torch.device:
         """The device to train on. Raises ConfigError where this machine lacks it."""
@@ -259,6 +267,19 @@ class TrainConfig:
         return cls.from_dict(values or {})
 
 
+def _recipe(named: TrainConfig | SwitchConfig) -> Recipe:
+    """The recipe of a name and its changed fields, or of all its fields."""
+    if named.recipe == CUSTOM:
+        return from_dict(named.recipe_fields)
+    return recipe(named.recipe, **named.recipe_fields)
+
+
+def _spelled(named: TrainConfig | SwitchConfig) -> dict[str, Any]:
+    """The fields that say all of a recipe from a file; none for others."""
+    return {"recipe": CUSTOM, "recipe_fields": to_dict(_recipe(named))} if is_file_name(named.recipe) else {}
+
+
+CUSTOM = "custom"
 HOST = "cpu"
 MODES = ("off", "warn", "act")
 GUARDED = (*OPERAND_ROLES, *MOMENT_ROLES)

@@ -40,6 +40,7 @@ def run(config: TrainConfig, on_event: OnEvent = ignore, launch: Launch | None =
         CheckpointError: the last checkpoint could not be written.
     """
     config.check()
+    config = config.spelled_out()
     ranks = Ranks.of(config.parallel, config.torch_device())
     ranks.check_same(dataclasses.asdict(config))
     earlier = ranks.from_first(lambda: interrupted_run(config, launch))
@@ -88,7 +89,7 @@ def _on_first(ranks: Ranks, open_folder: Callable[[], RunFolder | None], path: P
 
 def _with_all_values(config: TrainConfig) -> TrainConfig:
     """The configuration with a name and a number of threads, so that its file repeats the run."""
-    name = config.name or f"{config.model.preset}-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = config.name or f"{config.model.preset}-{config.build_recipe().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return dataclasses.replace(config, name=name, threads=config.threads or torch.get_num_threads())
 
 

@@ -1,0 +1,264 @@
+"""`narrowgauge tune`: a precision for each layer, within a budget, as a recipe file."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from narrowgauge.cli.arguments import Parser
+from narrowgauge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from rich.progress import Progress, TaskID
+
+    from narrowgauge.tune.options import Options
+    from narrowgauge.tune.options import Progress as Told
+    from narrowgauge.tune.result import Tuned
+
+MILLI = 1e3
+# of a run, what tuning has no use for
+_RUN_ONLY = ("name", "steps", "switches")
+
+
+def tune(argv: Sequence[str]) -> int:
+    """Measure, choose, verify; print the tables; write the recipe, and a picture where one is asked for."""
+    parser = _parser()
+    own, rest = _divided(argv, parser)
+    arguments = parser.parse(own)
+    options = _options(arguments)
+    output = _output(arguments.output, arguments.picture, arguments.force)
+
+    from narrowgauge.cli.config import parse_arguments
+    from narrowgauge.cli.console import print_json
+    from narrowgauge.train.run_folder import RunFolder
+
+    if arguments.run is not None:
+        rest = ["--config", str(RunFolder.open(arguments.run).config), *rest]
+    _refuse(rest)
+    config, _ = parse_arguments(rest)
+
+    from narrowgauge.recipes.files import recipe_text
+    from narrowgauge.train.folder import write_file
+    from narrowgauge.tune.picture import picture
+    from narrowgauge.tune.tuner import tune as run_tuner
+
+    with Reporter(as_json=arguments.json) as reporter:
+        found = run_tuner(config, options, reporter, arguments.run)
+    text = recipe_text(found.recipe, _comment(found, argv))
+    if arguments.picture:
+        write_file(Path(arguments.picture), picture(found, _title(found)))
+    write_file(output, text)
+    if arguments.json:
+        print_json({"output": str(output), "picture": arguments.picture, **found.to_dict()})
+        return 0
+    _print_tables(found)
+    print(f"wrote {output}{f' and {arguments.picture}' if arguments.picture else ''}")
+    print(f"train with it: narrowgauge train --recipe {shlex.quote(str(output))}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "tune",
+        "A precision for each linear layer, within a budget, as a recipe file. Each layer is measured by each choice\n"
+        "on real batches, all others wide: what the loss and the gradients lose; an integer program chooses; short\n"
+        "runs verify the choice against all layers wide and against the hand rule, first and last layers wide.\n"
+        "All options of `narrowgauge train` hold, too: --config FILE, --model.KEY, --data.KEY, --recipe, ...\n"
+        "A budget of bytes counts what the layers keep for backward; one of time, their products at tensor cores'\n"
+        "peak rates: this machine may have none, so it is no measurement. Without a budget: the hand rule's bytes.",
+        [
+            "narrowgauge tune --output tuned.yaml",
+            "narrowgauge tune runs/NAME --bytes-per-token 5000 --picture tuned.svg --output tuned.yaml",
+            "narrowgauge tune --choices mxfp8 nvfp4 --time-share 0.4 --output tuned.yaml",
+            "narrowgauge train --recipe tuned.yaml",
+        ],
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="start from this run's weights, model and data")
+    parser.add_argument("--output", default="tuned.yaml", metavar="FILE", help="the recipe; default: tuned.yaml")
+    parser.add_argument(
+        "--picture", metavar="FILE.svg", help="draw losses against bytes, and every layer's sensitivity"
+    )
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument(
+        "--choices", nargs="+", metavar="RECIPE",
+        help="whose casts layers may take, beside the compute dtype; default: fp8_current mxfp8 nvfp4",
+    )  # fmt: skip
+    parser.add_argument("--bytes-per-token", type=float, metavar="N", help="most bytes, of all these layers together")
+    parser.add_argument("--bytes-share", type=float, metavar="X", help="the same, as a share of all layers wide")
+    parser.add_argument("--time-share", type=float, metavar="X", help="most time of products, as a share of all wide")
+    parser.add_argument("--wide-layers", type=int, metavar="N", help="most layers in the compute dtype")
+    parser.add_argument("--batches", type=int, metavar="N", help="of the measurement; default 4")
+    parser.add_argument("--probe-batch-size", type=int, metavar="N", help="sequences in each of them; default 4")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each short run; default 100; 0, with RUN: only read")
+    parser.add_argument("--seeds", type=int, metavar="N", help="short runs of each kind; default 1")
+    parser.add_argument("--recipe-name", metavar="NAME", help="in the file; default: tuned")
+    parser.add_json_option()
+    return parser
+
+
+def _divided(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
+    """(words of tune's own options and RUN, words of train's): an option and the words up to the next go together."""
+    own, others = [], []
+    target = own
+    for word in argv:
+        if word.startswith("-"):
+            target = own if word.partition("=")[0] in parser._option_string_actions else others
+        target.append(word)
+    return own, others
+
+
+def _options(arguments: Namespace) -> Options:
+    from narrowgauge.tune.options import Options
+
+    given = {
+        "choices": None if arguments.choices is None else tuple(arguments.choices), "batches": arguments.batches,
+        "bytes_per_token": arguments.bytes_per_token, "bytes_share": arguments.bytes_share,
+        "time_share": arguments.time_share, "wide_layers": arguments.wide_layers, "steps": arguments.steps,
+        "batch_size": arguments.probe_batch_size, "seeds": arguments.seeds, "name": arguments.recipe_name,
+    }  # fmt: skip
+    return Options(**{key: value for key, value in given.items() if value is not None})
+
+
+def _output(output: str, picture: str | None, force: bool) -> Path:
+    """Where the recipe goes; ConfigError before anything is measured where it could not be written."""
+    from narrowgauge.recipes.files import SUFFIXES, is_file_name
+
+    if not is_file_name(output):
+        raise ConfigError(f"--output {output}: expected a name that ends in {', '.join(SUFFIXES)}: change it")
+    for name in filter(None, (output, picture)):
+        path = Path(name)
+        if path.exists() and not force:
+            raise ConfigError(f"{path}: expected no such file yet, found one: choose another name, or give --force")
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path}: expected a folder to write into, found none: make it, or choose another")
+    return Path(output)
+
+
+def _refuse(words: Sequence[str]) -> None:
+    """Options of `train` that mean something else here, or nothing."""
+    for word in words:
+        key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and key in _RUN_ONLY:
+            raise ConfigError(f"{word}: an option of train that tune has no use for: leave it out")
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    """Shows progress: one live line on a terminal, a line for each stage elsewhere."""
+
+    def __init__(self, as_json: bool) -> None:
+        from narrowgauge.cli.console import messages, output
+
+        self.console = messages() if as_json else output()
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._text = ""
+
+    def __call__(self, told: Told) -> None:
+        """Render one event."""
+        if self.console.is_terminal:
+            self._show(told)
+        elif told.text != self._text:
+            self.console.print(f"{told.text} ...", soft_wrap=True, markup=False)
+        self._text = told.text
+
+    def _show(self, told: Told) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        if self._live is None:
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn())
+            self._live = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
+            self._live.start()
+        if told.text != self._text or self._task is None:
+            if self._task is not None:
+                self._live.remove_task(self._task)
+                self._live.console.print(f"{self._text}: done", style="dim", markup=False)
+            self._task = self._live.add_task(told.text, total=max(told.total, 1))
+        self._live.update(self._task, completed=told.done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the live line down."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _print_tables(found: Tuned) -> None:
+    from narrowgauge.cli.console import print_table
+
+    print()
+    narrow = found.choices[1:]
+    rows = []
+    for layer in found.layers:
+        effects = [found.measured.effects[layer, choice] for choice in narrow]
+        cells = [_with_error(effect.nats(found.slope), effect.nats_error(found.slope)) for effect in effects]
+        worst = effects[-1]
+        details = [f"{MILLI * worst.loss_change:+.2f}", f"{worst.grad_error:.3f}", f"{worst.own_grad_error:.3f}"]
+        rows.append([layer, *cells, *details, found.tuned.assignment[layer]])
+    last = narrow[-1]
+    print_table(
+        "what each choice costs a layer, 1/1000 nat a token, +- its standard error",
+        ["layer", *narrow, f"{last}: loss", "gradients off", "own off", "chosen"],
+        rows,
+    )
+    sums = [
+        [name, f"{MILLI * sum(found.nats(layer, name) for layer in found.layers):.2f}",
+         _with_error(effect.nats(found.slope), effect.nats_error(found.slope))]
+        for name, effect in found.measured.together.items()
+    ]  # fmt: skip
+    print_table("do parts add up? 1/1000 nat a token", ["choice", "sum of layers", "all layers at once"], sums)
+    print_table(
+        "least predicted loss for a number of bytes (Pareto front)",
+        ["bytes a token", "time share", "1/1000 nat", "layers by choice"],
+        [[f"{p.bytes:,.0f}", f"{p.time:.2f}", f"{MILLI * p.loss:.2f}", _counts(found, p.chosen)] for p in found.front],
+    )
+    reference = next(iter(found.contenders.values()))
+    rows = []
+    for each in found.contenders.values():
+        above, error = each.above(reference)
+        measured = "" if each is reference else _with_error(above, error, sign="+")
+        held_out = "" if math.isnan(each.held_out) else f"{each.held_out:.4f}"
+        rows.append(
+            [each.name, f"{each.bytes_per_token:,.0f}", f"{each.time_share:.2f}", f"{MILLI * each.predicted:.2f}",
+             measured, held_out]
+        )  # fmt: skip
+    print_table(
+        "short runs",
+        ["", "bytes a token", "time share", "predicted, 1/1000 nat", "measured, 1/1000 nat", "held-out loss"],
+        rows,
+    )
+
+
+def _with_error(value: float, error: float, sign: str = "") -> str:
+    if not math.isfinite(value):
+        return "not finite"
+    told = format(MILLI * value, f"{sign}.2f")
+    return told if math.isnan(error) else f"{told} +- {MILLI * error:.2f}"
+
+
+def _counts(found: Tuned, chosen: Sequence[int]) -> str:
+    counts = {name: sum(found.choices[at] == name for at in chosen) for name in found.choices}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def _title(found: Tuned) -> str:
+    return f"{len(found.layers)} layers, each in {', '.join(found.choices[:-1])} or {found.choices[-1]}"
+
+
+def _comment(found: Tuned, argv: Sequence[str]) -> str:
+    tuned = found.tuned
+    return (
+        f"narrowgauge tune {shlex.join(argv)}\n"
+        f"{_counts(found, [found.choices.index(tuned.assignment[layer]) for layer in found.layers])}; "
+        f"{tuned.bytes_per_token:,.0f} bytes a token; predicted {MILLI * tuned.predicted:.2f} thousandths of a nat "
+        f"above all layers in {found.wide}\n"
+        "train with it: narrowgauge train --recipe FILE"
+    )
