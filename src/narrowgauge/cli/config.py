@@ -35,11 +35,18 @@ After an error, --debug shows the traceback too.
 """
 
 
+NO_KEYS = ("json", "live", "live_port")  # of the command line alone
+
+
 class Arguments(NamedTuple):
-    """What `narrowgauge train` was asked for; `as_json`: the closing tables as JSON."""
+    """What `narrowgauge train` was asked for.
+
+    as_json: the closing tables as JSON. live_port: where the report is served, 0 for any free port; None: nowhere.
+    """
 
     config: TrainConfig
     as_json: bool
+    live_port: int | None = None
 
 
 class _ConfigFile(jsonargparse.ActionConfigFile):
@@ -74,13 +81,15 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     except (argparse.ArgumentError, UnicodeDecodeError) as error:
         raise ConfigError(_explain(error, defaults)) from error
     del values["config"]
-    as_json = values.pop("json")
+    as_json, live, live_port = (values.pop(name) for name in NO_KEYS)
+    if live_port is not None and not live:
+        raise ConfigError("live_port: expected it with --live, found it alone: add --live, or leave it out")
     for section in values.values():
         if isinstance(section, dict):
             section.pop("__path__", None)  # the file that a section came from: `--model FILE`
     config = TrainConfig.from_dict(values)  # refuses what jsonargparse lets pass, such as null for a number
     config.check()
-    return Arguments(config, as_json)
+    return Arguments(config, as_json, (live_port or 0) if live else None)
 
 
 def _parser() -> jsonargparse.ArgumentParser:
@@ -105,6 +114,10 @@ def _parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="Print the closing tables as JSON; progress goes to standard error."
     )
+    parser.add_argument(
+        "--live", action="store_true", help="Serve the run's report on this machine alone while it trains."
+    )
+    parser.add_argument("--live_port", type=int, help="The port of --live (default: any that is free).")
     parser.add_class_arguments(TrainConfig)
     return parser
 
@@ -126,7 +139,7 @@ def _words(argv: Sequence[str], defaults: dict[str, Any]) -> list[str]:
             name = name.replace("-", "_")
             if not equals and words and not words[0].startswith("--"):
                 equals, value = "=", words.pop(0)
-            elif not equals and name != "json" and isinstance(defaults.get(name), bool):
+            elif not equals and name not in NO_KEYS and isinstance(defaults.get(name), bool):
                 equals, value = "=", "true"
             word = f"--{name}{equals}{value}"
         joined.append(word)

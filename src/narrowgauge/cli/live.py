@@ -9,13 +9,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.observe.report_data import report_data
 from narrowgauge.observe.report_page import page
 from narrowgauge.observe.report_run import RunReader
+from narrowgauge.train import events
+
+if TYPE_CHECKING:
+    from narrowgauge.cli.progress import Reporter
 
 LOOPBACK = "127.0.0.1"
 EVERY_S = 5.0  # between two looks of the page
@@ -28,8 +33,12 @@ class LiveReport(AbstractContextManager["LiveReport"]):
     """
 
     def __init__(self, runs: Sequence[RunReader], reference: int = 0, port: int = 0) -> None:
-        """port: 0 for any that is free. Raises ConfigError for one that cannot be had."""
+        """runs: none yet, where `follow` names them. port: 0 for any that is free.
+
+        Raises ConfigError for a port that cannot be had.
+        """
         self._runs, self._reference = list(runs), reference
+        self._folders: list[Path] = []
         self._lock = threading.Lock()
         self._held: tuple[str, dict[str, Any]] | None = None
         if not 0 <= port <= 65535:
@@ -65,9 +74,17 @@ class LiveReport(AbstractContextManager["LiveReport"]):
             self._thread.join()
         self._server.server_close()
 
+    def follow(self, folders: Sequence[Path]) -> None:
+        """Serve these runs: their journals are opened when a browser asks first, so that training does not wait."""
+        self._folders = list(folders)
+
     def data(self) -> tuple[str, dict[str, Any]]:
         """(a tag that changes with the journals, the report's data), made anew where a journal has grown."""
         with self._lock:
+            if not self._runs:
+                self._runs = [RunReader(folder) for folder in self._folders]
+            if not self._runs:
+                raise ConfigError("expected a run that has begun, found none yet: come back in a moment")
             changed = [run.update() for run in self._runs]  # all of them, not up to the first
             if self._held is None or any(changed):
                 tag = "-".join(run.tag for run in self._runs)
@@ -145,6 +162,29 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+class LiveRun(AbstractContextManager["LiveRun"]):
+    """A listener for `train.run` that passes events on to a reporter, and serves the run's report from its start on."""
+
+    def __init__(self, reporter: Reporter, port: int | None) -> None:
+        """port: 0 for any that is free; None: nothing is served. Raises ConfigError for one that cannot be had."""
+        self.reporter = reporter
+        self._live = None if port is None else LiveReport((), port=port)
+
+    def __call__(self, event: events.Event) -> None:
+        """Pass an event on; where the run has begun, say where its report is."""
+        self.reporter(event)
+        if self._live is not None and isinstance(event, events.RunStarted):
+            self._live.follow([event.run_dir])
+            self.reporter.say(f"report   {self._live.url}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop serving."""
+        if self._live is not None:
+            self._live.close()
 
 
 def serve(runs: Sequence[RunReader], reference: int, port: int) -> int:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from narrowgauge.errors import ConfigError
 
+SCREEN_FONTS = 'font-family: system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif'
+# a renderer without a browser knows no generic names: those of usual systems
+FILE_FONTS = (
+    'font-family: "DejaVu Sans", "Liberation Sans", "Noto Sans", "Segoe UI", "Helvetica Neue", Arial, sans-serif'
+)
 PNG_ZOOM = 2.0  # pixels for one of the picture's units: sharp on a dense screen
 
 
@@ -17,7 +24,20 @@ def png(svg: str) -> bytes:
         raise ConfigError(
             "a PNG: expected the package resvg-py, found none: pip install 'narrowgauge[report]', or take SVG"
         ) from None
+    if sys.platform == "linux" and not any(_fonts()):
+        raise ConfigError(
+            "a PNG: expected a font on this machine, found none, so that its words would be missing: install one (on "
+            "Debian: apt-get install fonts-dejavu-core), or take SVG"
+        )
+    svg = svg.replace(SCREEN_FONTS, FILE_FONTS)
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, background="#ffffff", zoom=PNG_ZOOM))
+
+
+def _fonts() -> Iterator[Path]:
+    folders = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.fonts", "~/.local/share/fonts")
+    for folder in folders:
+        for kind in ("ttf", "otf", "ttc"):
+            yield from Path(folder).expanduser().rglob(f"*.{kind}")
 
 
 def write_picture(option: str, path: str, svg: str) -> None:

@@ -13,15 +13,20 @@ def train(argv: Sequence[str]) -> int:
     """Train as `argv` says; 130 where the run was interrupted and saved."""
     from narrowgauge.cli.config import parse_arguments
 
-    config, as_json = parse_arguments(argv)
+    config, as_json, live_port = parse_arguments(argv)
 
-    from narrowgauge.cli.processes import launch, process_group
+    from narrowgauge.cli.live import LiveRun
+    from narrowgauge.cli.processes import launch, process_group, rank
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import run
 
-    with process_group(config), Reporter(log_every=config.log_every, as_json=as_json) as reporter:
-        result = run(config, reporter, launch())
+    with (
+        process_group(config),
+        Reporter(log_every=config.log_every, as_json=as_json) as reporter,
+        LiveRun(reporter, live_port if rank() == 0 else None) as listener,
+    ):
+        result = run(config, listener, launch())
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
 
 
@@ -41,22 +46,34 @@ def resume(argv: Sequence[str]) -> int:
         "--checkpoint", help="a checkpoint's name, or last-good for the newest that is whole (default: the newest)"
     )
     parser.add_json_option()
+    parser.add_argument("--live", action="store_true", help="serve the run's report on this machine alone")
+    parser.add_argument("--live_port", "--live-port", type=int, help="the port of --live; default: any that is free")
     arguments = parser.parse(argv)
+    if arguments.live_port is not None and not arguments.live:
+        parser.error("--live_port: expected it with --live, found it alone: add --live, or leave it out")
 
     from narrowgauge.integrations.finetune_run import FinetuneRun
 
     if FinetuneRun.is_at(arguments.run):
         from narrowgauge.cli.finetune import resume_run
 
+        if arguments.live:
+            parser.error("--live: expected a run of `train`, found one of fine-tuning: leave it out")
         return resume_run(arguments.run, arguments.checkpoint, arguments.json)
 
-    from narrowgauge.cli.processes import process_group
+    from narrowgauge.cli.live import LiveRun
+    from narrowgauge.cli.processes import process_group, rank
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import resume as resume_run
     from narrowgauge.train.run_folder import RunFolder
 
     config = RunFolder.open(arguments.run).read_config()
-    with process_group(config), Reporter(log_every=config.log_every, as_json=arguments.json) as reporter:
-        result = resume_run(arguments.run, reporter, checkpoint=arguments.checkpoint)
+    live_port = (arguments.live_port or 0) if arguments.live else None
+    with (
+        process_group(config),
+        Reporter(log_every=config.log_every, as_json=arguments.json) as reporter,
+        LiveRun(reporter, live_port if rank() == 0 else None) as listener,
+    ):
+        result = resume_run(arguments.run, listener, checkpoint=arguments.checkpoint)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0

@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 from narrowgauge.observe.picture import RAMP, RIGHT, WIDTH, legend, opening
 
 ROW, NAME, TOP = 20, 250, 120
+LONGEST_NAME = 36
 MOST_NUMBERED = 60  # rows up to which the cells show their values
 BAR = 34
 
@@ -27,12 +28,12 @@ def heat_map(
     lines = opening(title, note, WIDTH, height, 1, ramp=True)
     for at, name in enumerate(columns):
         lines.append(f'<text class="note" x="{NAME + (at + 0.5) * width:.1f}" y="{TOP - 10}" text-anchor="middle">'
-                     f"{escape(name)}</text>")  # fmt: skip
+                     f"{escape(_short(name))}</text>")  # fmt: skip
     every = 1 if row == ROW else 2
     for at, name in enumerate(rows):
         if at % every == 0:
             lines.append(f'<text class="small" x="{NAME - 10}" y="{TOP + (at + 0.5) * row + 4:.1f}" text-anchor="end">'
-                         f"{escape(name)}</text>")  # fmt: skip
+                         f"{escape(_short(name))}</text>")  # fmt: skip
     for (at, column), (level, text) in cells.items():
         x, y = NAME + column * width, TOP + at * row
         lines.append(f'<rect class="l{level}" x="{x + 0.5:.1f}" y="{y + 0.5:.1f}" width="{width - 1:.1f}" '
@@ -42,6 +43,11 @@ def heat_map(
                          f'text-anchor="middle">{escape(text)}</text>')  # fmt: skip
     lines += _ramp(edges, height - 44)
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _short(name: str) -> str:
+    """A name's end is what tells it apart."""
+    return name if len(name) <= LONGEST_NAME else "..." + name[3 - LONGEST_NAME :]
 
 
 def _ramp(edges: Sequence[str], top: float) -> list[str]:

@@ -127,11 +127,13 @@ def _map(run: Mapping[str, Any], measure: str) -> str:
             level = next((at for at, edge in enumerate(edges) if (worst < edge if is_low else worst >= edge)), 9)
             layer, role = precision["cells"][cell]
             cells[layer, role] = level, amount(measure, worst)
+    used = sorted({role for _, role in cells})
+    cells = {(layer, used.index(role)): shown for (layer, role), shown in cells.items()}
     words = [str(edge) if is_low else amount(measure, edge) for edge in edges[:-1]]
     words.append(str(edges[-1]) if is_low else "> 0")
     title = f"{run['name']}: {NAMES[measure]}"
     note = f"the worst of {precision['samples']:,} sampled steps, by layer and role"
-    return heat_map(title, note, precision["layers"], precision["roles"], cells, words)
+    return heat_map(title, note, precision["layers"], [precision["roles"][at] for at in used], cells, words)
 
 
 def _cell(run: Mapping[str, Any], layer: str, role: str) -> str | None:
