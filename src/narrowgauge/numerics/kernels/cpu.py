@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.formats import Format
-from narrowgauge.numerics.kernels import cpu_stochastic, numba_cast
-from narrowgauge.numerics.kernels.cpu_arrays import array
+from narrowgauge.numerics.formats import FP16, Format
+from narrowgauge.numerics.kernels import cpu_stochastic, numba_cast, numba_half
+from narrowgauge.numerics.kernels.cpu_arrays import array, shared
 from narrowgauge.numerics.kernels.cpu_threads import GRAIN, in_threads
 
 # from this many float32 values on (32 MiB) a result would not stay in the caches anyway
@@ -59,6 +59,14 @@ def quantize(
     return encoded, carried
 
 
+def quantize_to_half(x: Tensor, quant_scale: Tensor | None, nonzero: bool) -> Tensor:
+    """float16 codes, saturating, one scale for the whole tensor. nonzero: as in `dispatch.quantize`."""
+    codes = torch.empty_like(x, dtype=torch.float16, memory_format=_PLAIN)
+    bits, out, scale, n = array(x), shared(codes, np.uint16), _number(quant_scale), x.numel()
+    in_threads(lambda first, last: numba_half.encode(bits[first:last], scale, nonzero, out[first:last]), n, n, GRAIN)
+    return codes
+
+
 def count(
     x: Tensor, quant_scale: Tensor | None, fmt: Format, key: Tensor | None = None, stream: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -74,9 +82,13 @@ def count(
 
 
 def dequantize(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
-    """Write the values of E4M3FN or E5M2 codes times the scale into `out`, float32 or bfloat16, contiguous."""
+    """Write the values of E4M3FN, E5M2 or FP16 codes times the scale into `out`, float32 or bfloat16, contiguous."""
     bits, values, scale, n = array(codes), array(out), _number(dequant_scale), codes.numel()
     streamed = out.dtype is torch.float32 and n >= MIN_STREAMED and out.data_ptr() % 64 == 0
+    if fmt == FP16:
+        widen = numba_half.decode_streamed if streamed else numba_half.decode
+        in_threads(lambda first, last: widen(bits[first:last], scale, values[first:last]), n, n, GRAIN)
+        return out
     decode = numba_cast.decode_streamed if streamed else numba_cast.decode
     in_threads(lambda first, last: decode(bits[first:last], scale, fmt.mantissa_bits, values[first:last]), n, n, GRAIN)
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowgauge.numerics import hadamard, scaling
 from narrowgauge.numerics.companding import LINEAR, Companding
-from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, Format
+from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, Format
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.kernels import paths, twin
 from narrowgauge.numerics.kernels.tracing import is_traced
@@ -199,6 +199,10 @@ def quantize_eagerly(
         fast = paths.fast_module(x, suits, least=1)
         if fast is not None:
             return Quantized(fast.round_to_bfloat16(x, quant_scale, key, stream), None, None, None)
+    if fmt == FP16 and saturating and key is None and codes and carrier is None and not count and x.is_cpu:
+        fast = paths.fast_module(x, suits)
+        if fast is not None:
+            return Quantized(fast.quantize_to_half(x, quant_scale, nonzero), None, None, None)
     suits = suits and fmt in _FAST_FORMATS and saturating is not False and not nonzero
     fast = paths.fast_module(x, suits, least=paths.MIN_NUMBA if key is None else 1)
     if fast is None:
@@ -260,20 +264,25 @@ def transform_eagerly(x: Tensor, signs: tuple[int, ...]) -> Tensor:
 
 def dequantize_eagerly(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> Tensor:
     """`dequantize` of a real tensor: Numba, Triton or torch."""
-    fast = paths.fast_module(codes, fmt in _FAST_FORMATS and dtype in _CARRIERS and _is_single(dequant_scale))
+    fast = paths.fast_module(codes, _is_decoded_fast(codes, dequant_scale, fmt, dtype))
     if fast is None:
         return twin.dequantize(codes.contiguous(), dequant_scale, fmt, dtype)
     return fast.dequantize(codes, dequant_scale, fmt, torch.empty_like(codes, dtype=dtype, memory_format=_CONTIGUOUS))
 
 
 def _dequantize_into(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, out: Tensor) -> Tensor:
-    suits = fmt in _FAST_FORMATS and out.dtype in _CARRIERS and _is_single(dequant_scale)
+    suits = _is_decoded_fast(codes, dequant_scale, fmt, out.dtype)
     fast = paths.fast_module(codes, suits and out.is_contiguous() and out.device == codes.device)
     if fast is None or is_traced(codes) or is_traced(out):
         return out.copy_(dequantize(codes, dequant_scale, fmt, out.dtype))
     fast.dequantize(codes, dequant_scale, fmt, out)
     torch.autograd.graph.increment_version(out)  # autograd cannot see the kernel's writes
     return out
+
+
+def _is_decoded_fast(codes: Tensor, dequant_scale: Tensor | None, fmt: Format, dtype: torch.dtype) -> bool:
+    known = fmt in _FAST_FORMATS or (fmt == FP16 and codes.is_cpu)
+    return known and dtype in _CARRIERS and _is_single(dequant_scale)
 
 
 def _is_single(scale: Tensor | None) -> bool:
