@@ -1,0 +1,219 @@
+"""What needs attention: each rule fires on its trouble, says where, since when and how bad, and is silent beside it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import write_run
+
+from narrowgauge.numerics import formats
+from narrowgauge.observe.report_attention import attention, checked
+from narrowgauge.observe.report_rules import Finding, expected_sqnr_db
+from narrowgauge.observe.report_run import RunReader
+
+CALM_ON_CPU = ("conversion",)  # emulation is noted
+
+
+def found_in(folder: Path, **options: Any) -> list[Finding]:
+    return [each for each in attention(RunReader(write_run(folder, **options))) if each.rule not in CALM_ON_CPU]
+
+
+def cell(layer: str, role: str, **values: float) -> Any:
+    """A change of one cell's measures from `since` to `until`."""
+    since, until = values.pop("since", 0), values.pop("until", math.inf)
+
+    def change(step: int, row: dict[str, Any]) -> dict[str, Any]:
+        if row["kind"] == "precision" and since <= step <= until:
+            row["layers"][layer][role].update(values)
+        return row
+
+    return change
+
+
+def steps(**values: Any) -> Any:
+    """A change of step rows from `since` to `until`; a value may be a function of the step."""
+    since, until = values.pop("since", 0), values.pop("until", math.inf)
+
+    def change(step: int, row: dict[str, Any]) -> dict[str, Any]:
+        if row["kind"] == "step" and since <= step <= until:
+            row.update({name: value(step) if callable(value) else value for name, value in values.items()})
+        return row
+
+    return change
+
+
+def test_a_clean_run_has_nothing_and_says_what_was_checked(tmp_path):
+    assert found_in(tmp_path / "clean") == []
+    said = checked(RunReader(tmp_path / "clean"))
+    assert said[0] == "8 layers, 56 of their tensors, in 20 steps, one in every 10: between them nothing is known"
+    assert len(said) > 8 and "0.1 %" in " ".join(said)
+
+
+def test_case_16_saturation_by_a_stale_scale(tmp_path):
+    """A tensor grew 100 times: its values are cut off, and the report says which, since when, how many and what to do."""
+    change = cell("blocks.0.mlp.up", "input", saturated=0.63, since=120)
+    formats_ = {"blocks.0.mlp.up": {"input": {"format": "E4M3FN", "granularity": "per tensor", "scale": "delayed",
+                                              "max": 448.0, "min": 2.0**-9}}}  # fmt: skip
+    (found,) = found_in(tmp_path / "stale", change=change, formats=formats_)
+    assert (found.severity, found.rule, found.step) == ("serious", "saturation", 120)
+    assert (found.layer, found.role, found.measure) == ("blocks.0.mlp.up", "input", "saturated")
+    assert found.title == "blocks.0.mlp.up: values of the input are cut off"
+    assert found.text == (
+        "up to 63 % of its values were cut off at the largest that the format holds (E4M3FN, per tensor), worst at step "
+        "120; first at step 120, in 9 of 20 sampled steps, up to the last sample."
+    )
+    assert "delayed" in found.remedy and "fp8_current" in found.remedy
+    assert 'recipe.for_layers("blocks.0.mlp.up", input="bf16")' in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("share", "until", "severity"),
+    [(0.0009, 200, None), (0.001, 200, "look"), (0.0101, 200, "serious"), (0.5, 150, "look"), (0.002, 150, "note")],
+)
+def test_saturation_is_judged_by_its_share_and_by_whether_it_lasts(tmp_path, share, until, severity):
+    found = found_in(tmp_path / "run", change=cell("blocks.0.attention.q", "weight", saturated=share, until=until))
+    assert [each.severity for each in found] == ([severity] if severity else [])
+    if severity and until == 150:
+        assert "not since step 150" in found[0].text
+
+
+def test_case_20_skips_at_the_smallest_loss_scale(tmp_path):
+    """The scale fell to its minimum and steps were skipped for ever: count, scale and first bad parameter are named."""
+    change = steps(since=101, skipped=True, bad_parameter="blocks.0.attention.q.weight",
+                   loss_scale=lambda step: max(1.0, 2.0 ** (117 - step)))  # fmt: skip
+    (found,) = found_in(tmp_path / "stuck", change=change)
+    assert (found.severity, found.rule, found.step) == ("serious", "skipped steps", 117)
+    assert found.title == "84 steps in a row were skipped at the smallest loss scale"
+    assert "from step 117 to the end" in found.text and "its smallest, 1," in found.text
+    assert "blocks.0.attention.q.weight, at step 101 (100 times)" in found.text
+    assert "step 101" in found.remedy and "blocks.0.attention.q.weight" in found.remedy
+
+
+def test_a_loss_scale_that_finds_its_size_is_a_note(tmp_path):
+    def change(step, row):
+        if row["kind"] == "step":
+            row.update(skipped=step <= 5, loss_scale=2.0 ** (16 - min(step, 5)))
+        return row
+
+    (found,) = found_in(tmp_path / "search", change=change)
+    assert (found.severity, found.step) == ("note", 1)
+    assert "5 of 200 steps" in found.text and "finds its size" in found.text
+
+
+@pytest.mark.parametrize(("last", "severity"), [(60, "look"), (64, "serious")])
+def test_skips_without_a_loss_scale(tmp_path, last, severity):
+    """10 steps of 200 are 5 %: at most worth a look; a row of 10 at the smallest scale, which 1 is, is serious."""
+    change = steps(since=52 if last == 60 else 55, until=last, skipped=True)
+    (found,) = found_in(tmp_path / "run", change=change)
+    assert (found.severity, found.rule) == (severity, "skipped steps")
+
+
+def test_a_loss_spike_that_comes_back_and_one_that_stays(tmp_path):
+    (found,) = found_in(tmp_path / "back", change=steps(since=130, until=132, loss=9.0))
+    assert (found.severity, found.rule, found.step) == ("look", "loss", 130)
+    assert "the loss was 9.000" in found.text and "the loss came back" in found.text
+    (found,) = found_in(tmp_path / "stays", change=steps(since=190, loss=9.0))
+    assert found.severity == "serious" and "has not come back" in found.text
+    assert found_in(tmp_path / "within", change=steps(since=130, until=132, loss=3.0)) == []
+
+
+def test_losses_that_are_not_finite(tmp_path):
+    (found,) = found_in(tmp_path / "nan", change=steps(since=150, loss=math.nan))
+    assert (found.severity, found.step) == ("serious", 150) and "51 losses are infinite or NaN" in found.text
+
+
+@pytest.mark.parametrize(("flushed", "severity"), [(0.099, None), (0.1, "look"), (0.5, "serious")])
+def test_flushed_gradients(tmp_path, flushed, severity):
+    found = found_in(tmp_path / "run", change=cell("blocks.0.mlp.down", "grad_output", flushed=flushed))
+    assert [(each.severity, each.rule) for each in found] == ([(severity, "flushed")] if severity else [])
+    if severity:
+        assert "gradient of its output" in found[0].title and "E5M2" in found[0].text
+
+
+@pytest.mark.parametrize(("below", "severity"), [(9.9, None), (10.1, "look"), (20.1, "serious")])
+def test_low_sqnr_is_judged_against_the_format(tmp_path, below, severity):
+    expected = expected_sqnr_db("E4M3FN")
+    assert expected is not None
+    found = found_in(tmp_path / "run", change=cell("blocks.0.mlp.down", "weight", sqnr_db=expected - below))
+    assert [(each.severity, each.rule) for each in found] == ([(severity, "low SQNR")] if severity else [])
+
+
+def test_expected_sqnr_is_that_of_a_real_cast():
+    """Values spread evenly over the logarithm, cast by torch: within 0.1 dB of the formula."""
+    import torch
+
+    x = 2.0 ** (8 * torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)) - 4)
+    for name, dtype in (("E4M3FN", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2), ("BF16", torch.bfloat16)):
+        noise = (x.to(dtype).float() - x).square().mean()
+        assert expected_sqnr_db(name) == pytest.approx(10 * math.log10(float(x.square().mean() / noise)), abs=0.1)
+    assert expected_sqnr_db("INT8") is None and expected_sqnr_db("nothing") is None
+    assert formats.E4M3FN.mantissa_bits == 3
+
+
+def test_dead_and_dying_gradients(tmp_path):
+    (found,) = found_in(tmp_path / "dead", change=cell("blocks.0.mlp.down", "grad", zero=1.0, since=101))
+    assert (found.severity, found.rule, found.step) == ("serious", "dead gradients", 110)
+    assert "from step 110 up to the last sample" in found.text
+    (found,) = found_in(tmp_path / "dying", change=cell("blocks.0.mlp.down", "grad", zero=0.5, since=101))
+    assert found.severity == "look" and "50 % is in the last" in found.text
+    sparse = cell("blocks.0.mlp.down", "grad", zero=0.95)  # of an embedding: most rows are never looked up
+    assert found_in(tmp_path / "sparse", change=sparse) == []
+
+
+@pytest.mark.parametrize(("lost", "severity"), [(0.24, None), (0.25, "look"), (0.75, "serious")])
+def test_lost_updates(tmp_path, lost, severity):
+    found = found_in(tmp_path / "run", change=cell("blocks.0.mlp.down", "param", lost=lost))
+    assert [(each.severity, each.rule) for each in found] == ([(severity, "lost updates")] if severity else [])
+
+
+def test_many_layers_make_one_finding_with_the_worst_first(tmp_path):
+    def change(step, row):
+        if row["kind"] == "precision":
+            for at, roles in enumerate(row["layers"].values()):
+                roles["input"]["saturated"] = 0.02 * (at + 1)
+        return row
+
+    (found,) = found_in(tmp_path / "run", change=change)
+    assert found.title.startswith("blocks.1.attention.q and 7 more")
+    assert [each["value"] for each in found.layers][:2] == ["16 %", "14 %"] and len(found.layers) == 8
+
+
+def test_layers_that_could_not_be_converted_and_emulation_on_a_gpu(tmp_path):
+    rows = [{"name": "head", "status": "skipped", "reason": "10 outputs: no multiple of 16", "backend": "torch"},
+            {"name": "up", "status": "converted", "reason": "", "backend": "emulated"}]  # fmt: skip
+    run = RunReader(write_run(tmp_path / "gpu", conversion=rows, device="cuda"))
+    skipped, emulated = attention(run)
+    assert skipped.severity == "look" and "1 (head): 10 outputs" in skipped.text
+    assert emulated.severity == "look" and "slower than in bf16" in emulated.text
+    run = RunReader(write_run(tmp_path / "cpu", conversion=rows[1:], device="cpu"))
+    assert [each.severity for each in attention(run)] == ["note"]
+
+
+def test_what_the_guard_did(tmp_path):
+    folder = write_run(tmp_path / "guarded")
+    row = ('{"kind": "guard", "step": 60, "action": "promote", "layer": "up", "role": "input", "measure": "saturated", '
+           '"value": 0.5, "threshold": 0.01, "before": "E4M3FN", "after": "BF16", "message": "up is wider now"}\n')  # fmt: skip
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(row)
+    found = next(each for each in attention(RunReader(folder)) if each.rule == "guard")
+    assert found.title == "the guard acted once" and "up is wider now" in found.text and found.step == 60
+
+
+@pytest.mark.parametrize(("offset", "fires"), [(0.0, False), (0.2, True)])
+def test_validation_loss_against_the_reference(tmp_path, offset, fires):
+    reference = RunReader(write_run(tmp_path / "bf16"))
+    run = RunReader(write_run(tmp_path / "narrow", offset=offset))
+    found = [each for each in attention(run, reference) if each.rule == "reference"]
+    assert len(found) == fires
+    if fires:
+        assert "0.200 nats above that of bf16" in found[0].text and "since step 25" in found[0].text
+
+
+def test_a_run_that_ended_early(tmp_path):
+    folder = write_run(tmp_path / "early")
+    (folder / "config.yaml").write_text("steps: 500\n")
+    found = [each for each in attention(RunReader(folder)) if each.rule == "journal"]
+    assert [(each.severity, each.step) for each in found] == [("note", 200)] and "of 500" in found[0].text
