@@ -150,9 +150,24 @@ def test_dpo_begins_at_the_reference_and_widens_the_margin(files: Path, model: P
     assert weights(Path("runs/a/model")).keys() == weights(model).keys()
 
 
-def test_a_reward_model_tells_chosen_from_rejected_and_loads_in_transformers(files: Path, model: Path) -> None:
+def test_a_reward_model_tells_chosen_from_rejected_and_loads_in_transformers(
+    files: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words("reward", model, "pairs.jsonl", "runs/a", "--eval-data", "pairs.jsonl")) == 0
-    assert rows("runs/a", "evaluation")[-1]["accuracy"] > 0.7
+    evaluation = rows("runs/a", "evaluation")[-1]
+    assert evaluation["accuracy"] > 0.7
+    for directory, data in (("runs/a", ()), ("runs/a/model", ("--data", "pairs.jsonl"))):
+        capsys.readouterr()
+        assert main(["eval", directory, "--json", "--batch-size", "4", *data]) == 0  # scales span a batch
+        found = json.loads(capsys.readouterr().out)
+        assert found["pairs"] == len(Path("pairs.jsonl").read_text().splitlines()) and found["too_long"] == 0
+        # what is saved has the digits that training keeps beside bf16 weights; the model directory runs in float32
+        near = 2**-8 if directory == "runs/a" else 0.05
+        assert found["accuracy"] == pytest.approx(evaluation["accuracy"], rel=near)
+        assert found["loss"] == pytest.approx(evaluation["loss"], rel=near)
+        assert found["margin"] == pytest.approx(evaluation["margin"], rel=0.05)  # of rewards in bfloat16
+    assert main(["eval", "runs/a", "--max-length", "2"]) == 1 and "found none: raise it" in capsys.readouterr().err
+    assert main(["generate", "runs/a", "--prompt", "a"]) == 2 and "reward model" in capsys.readouterr().err
     loaded, info = AutoModelForSequenceClassification.from_pretrained("runs/a/model", output_loading_info=True)
     assert loaded.config.num_labels == 1 and not any(info.values()), info
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from narrowgauge.cli.arguments import Parser
 from narrowgauge.cli.console import print_json, print_table
 from narrowgauge.cli.finetune import prepare_libraries
 from narrowgauge.errors import ConfigError
-from narrowgauge.integrations.finetune_config import FinetuneConfig, SFTConfig
+from narrowgauge.integrations.finetune_config import FinetuneConfig, RewardConfig, SFTConfig
 from narrowgauge.integrations.finetune_run import FinetuneRun
 from narrowgauge.recipes.library import recipe as recipe_named
 from narrowgauge.recipes.spec import Recipe
@@ -28,7 +29,11 @@ def is_directory_of_model(path: str) -> bool:
 def add_evaluation_options(parser: Parser) -> None:
     """Options of `eval` for models from fine-tuning and Hugging Face directories."""
     group = parser.add_argument_group("fine-tuning runs and Hugging Face directories")
-    group.add_argument("--data", metavar="FILE", help="held-out JSON Lines: text, messages, or prompt and completion")
+    group.add_argument(
+        "--data",
+        metavar="FILE",
+        help="held-out JSON Lines: text, messages, prompt and completion; of a reward model chosen and rejected",
+    )
     group.add_argument("--batch-size", type=int, metavar="N", help="examples at once (default: 8)")
     group.add_argument(
         "--max-length", type=int, metavar="N", help="tokens kept of an example (default: as in training)"
@@ -65,16 +70,28 @@ def refuse_options(arguments: argparse.Namespace, names: tuple[str, ...], reason
 
 
 def evaluate_directory(arguments: argparse.Namespace) -> int:
-    """Print loss and perplexity on held-out lines."""
+    """Print loss and perplexity on held-out lines; of a reward model, how well it tells chosen from rejected."""
     refuse_options(arguments, ("corpus", "batches"), "for runs of `narrowgauge train`: give --data FILE instead")
     config, source, recipe = _source(arguments)
     data = arguments.data or (config and config.eval_data)
     if data is None:
         raise ConfigError("--data: expected held-out JSON Lines, found none: give --data FILE")
+    _at_least_one(1 if arguments.batch_size is None else arguments.batch_size, "--batch-size")
+    judge = _preferences if _is_reward(config, source) else _held_out_loss
+    figures = {"model": str(source), "recipe": recipe.name if recipe else "none", "data": data}
+    figures |= judge(arguments, config, source, recipe, data)
+    if arguments.json:
+        print_json(figures)
+    else:
+        print_table("", ["", ""], [(name.replace("_", " "), value) for name, value in figures.items()])
+    return 0
+
+
+def _held_out_loss(
+    arguments: argparse.Namespace, config: FinetuneConfig | None, source: Path, recipe: Recipe | None, data: str
+) -> dict[str, Any]:
     trained = config if isinstance(config, SFTConfig) else None
     loss_on = arguments.loss_on or (trained.loss_on if trained else "auto")
-    length = arguments.max_length if arguments.max_length is not None else (config.max_length if config else 0)
-    batch_size = _at_least_one(arguments.batch_size or 8, "--batch-size")
 
     from narrowgauge.data.conversations import check_records
     from narrowgauge.integrations.finetune_models import check_chat_template, check_end_token
@@ -84,12 +101,10 @@ def evaluate_directory(arguments: argparse.Namespace) -> int:
     loaded = _load(arguments, config, source, recipe)
     (check_chat_template if records.conversational else check_end_token)(loaded.tokenizer, arguments.run)
     found = held_out_loss(
-        loaded, records, loss_on=loss_on, max_length=length, batch_size=batch_size, on_progress=_progress("examples")
-    )
-    figures = {
-        "model": str(source),
-        "recipe": recipe.name if recipe else "none",
-        "data": data,
+        loaded, records, loss_on=loss_on, max_length=_length(arguments, config),
+        batch_size=arguments.batch_size or 8, on_progress=_progress("examples"),
+    )  # fmt: skip
+    return {
         "loss_on": loss_on,
         "loss": found.loss,
         "perplexity": found.perplexity,
@@ -98,11 +113,40 @@ def evaluate_directory(arguments: argparse.Namespace) -> int:
         "cut": found.cut,
         "left_out": found.empty,
     }
-    if arguments.json:
-        print_json(figures)
-    else:
-        print_table("", ["", ""], [(name.replace("_", " "), value) for name, value in figures.items()])
-    return 0
+
+
+def _preferences(
+    arguments: argparse.Namespace, config: FinetuneConfig | None, source: Path, recipe: Recipe | None, data: str
+) -> dict[str, Any]:
+    refuse_options(arguments, ("loss_on",), "for language models; of a reward model's pairs all tokens are read")
+
+    from narrowgauge.data.conversations import check_records
+    from narrowgauge.integrations.finetune_models import check_chat_template, check_end_token
+    from narrowgauge.integrations.preferences import preferences
+
+    records = check_records(data, RewardConfig.formats)
+    loaded = _load(arguments, config, source, recipe, is_reward=True)
+    (check_chat_template if records.conversational else check_end_token)(loaded.tokenizer, arguments.run)
+    found = preferences(
+        loaded, records, max_length=_length(arguments, config), batch_size=arguments.batch_size or 8,
+        on_progress=_progress("pairs"),
+    )  # fmt: skip
+    return dataclasses.asdict(found)
+
+
+def _length(arguments: argparse.Namespace, config: FinetuneConfig | None) -> int:
+    return arguments.max_length if arguments.max_length is not None else (config.max_length if config else 0)
+
+
+def _is_reward(config: FinetuneConfig | None, source: Path) -> bool:
+    """True for a run of `reward`, and for a directory whose model has one output for a whole sequence."""
+    if config is not None:
+        return config.task == RewardConfig.task
+    try:
+        described = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        return any(name.endswith("ForSequenceClassification") for name in described.get("architectures") or ())
+    except (OSError, ValueError, AttributeError):
+        return False  # whatever is wrong with it, loading says
 
 
 def generate_from_directory(arguments: argparse.Namespace) -> int:
@@ -112,6 +156,8 @@ def generate_from_directory(arguments: argparse.Namespace) -> int:
     if arguments.batch is None:
         refuse_options(arguments, ("output", "name"), "goes with --batch FILE")
     config, source, recipe = _source(arguments)
+    if _is_reward(config, source):
+        raise ConfigError(f"{arguments.run}: expected a language model, found a reward model, which writes nothing")
 
     from narrowgauge.integrations.answers import Sampling, Writer
     from narrowgauge.integrations.finetune_models import check_chat_template
@@ -184,8 +230,6 @@ def _source(arguments: argparse.Namespace) -> tuple[FinetuneConfig | None, Path,
     if FinetuneRun.is_at(arguments.run):
         run = FinetuneRun(source)
         config, source = run.settings(), run.weights(arguments.checkpoint)
-        if config.task == "reward":
-            raise ConfigError(f"{arguments.run}: expected a language model, found a reward model, which writes nothing")
     elif arguments.checkpoint is not None:
         raise ConfigError(f"--checkpoint: {arguments.run} is no run, and has no checkpoints: leave it out")
     if arguments.recipe is not None:
@@ -196,7 +240,14 @@ def _source(arguments: argparse.Namespace) -> tuple[FinetuneConfig | None, Path,
     return config, source, recipe
 
 
-def _load(arguments: argparse.Namespace, config: FinetuneConfig | None, source: Path, recipe: Recipe | None) -> Any:
+def _load(
+    arguments: argparse.Namespace,
+    config: FinetuneConfig | None,
+    source: Path,
+    recipe: Recipe | None,
+    *,
+    is_reward: bool = False,
+) -> Any:
     from narrowgauge.integrations.finetune_models import open_directory
     from narrowgauge.train.config import TrainConfig
 
@@ -207,6 +258,7 @@ def _load(arguments: argparse.Namespace, config: FinetuneConfig | None, source: 
         device=TrainConfig(device=device).torch_device(),
         gguf_file=arguments.gguf_file,
         chat_template=arguments.chat_template,
+        is_reward=is_reward,
     )
 
 

@@ -80,8 +80,9 @@ def open_directory(
     device: torch.device | str = "cpu",
     gguf_file: str | None = None,
     chat_template: str | None = None,
+    is_reward: bool = False,
 ) -> Loaded:
-    """Load a causal language model to read or write with, in eval mode.
+    """Load a causal language model to read or write with, or a reward model, in eval mode.
 
     recipe: what it computes by; None: as its files have it, in their dtype. Raises ConfigError where there is none.
     """
@@ -92,7 +93,8 @@ def open_directory(
         )
     dtype = "auto" if recipe is None else torch.float32
     weights = _weights_of(gguf_file)
-    model = _found(directory, lambda: AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **weights))
+    kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
+    model = _found(directory, lambda: kind.from_pretrained(directory, dtype=dtype, **weights))
     tokenizer = load_tokenizer(directory, gguf_file, chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -9,7 +9,8 @@ Each is TRL's own with what `narrowgauge.integrations.transformers.Trainer` adds
 
 - Reference models compute what the policy would with the same weights, to the bit, and are frozen, their weights in FP8
   where that changes no bit; reward models are frozen by `narrowgauge.freeze`.
-- The output layer computes in the recipe's compute dtype; logits are float32 before any softmax, as in TRL.
+- The output layer computes in the recipe's compute dtype; logits are float32 before any softmax, as in TRL, and
+  rewards before they are compared.
 """
 
 from __future__ import annotations
@@ -169,6 +170,14 @@ class RewardTrainer(_RecipeTrainer, trl.RewardTrainer):
     _config = trl.RewardConfig
     _has_fused_head = False
 
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, of rewards in float32: their differences are small beside them."""
+        hook = model.register_forward_hook(_with_wide_logits)
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            hook.remove()
+
 
 class DPOTrainer(_RecipeTrainer, trl.DPOTrainer):
     """`trl.DPOTrainer`, trained by a recipe.
@@ -306,6 +315,11 @@ class RLOOTrainer(_OnPolicy, trl.RLOOTrainer):
     """`trl.RLOOTrainer`, trained by a recipe."""
 
     _config = trl.RLOOConfig
+
+
+def _with_wide_logits(model: nn.Module, args: Any, output: Any) -> Any:
+    output.logits = output.logits.float()
+    return output
 
 
 def _listed(functions: Any) -> list[Any]:
