@@ -97,10 +97,11 @@ class PrecisionReader:
             for role, measures in roles.items() if isinstance(roles, dict) else ():
                 if not isinstance(measures, dict):
                     continue
-                at = self._at(Cell(layer, role))
+                cell, at = Cell(layer, role), -1
                 for measure, value in measures.items():
-                    if type(value) is not float and (type(value) is not int):
+                    if type(value) is not float and type(value) is not int:
                         continue
+                    at = self._at(cell) if at < 0 else at
                     column = columns.get(measure)
                     if column is None:
                         column = columns[measure] = [math.nan] * len(self._index)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_run import write_run
 
 from narrowgauge.numerics import formats
+from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_attention import attention, checked
 from narrowgauge.observe.report_rules import Finding, expected_sqnr_db
 from narrowgauge.observe.report_run import RunReader
+from synthetic_run import write_run
 
 CALM_ON_CPU = ("conversion",)  # emulation is noted
 
@@ -53,7 +54,7 @@ def test_a_clean_run_has_nothing_and_says_what_was_checked(tmp_path):
 
 
 def test_case_16_saturation_by_a_stale_scale(tmp_path):
-    """A tensor grew 100 times: its values are cut off, and the report says which, since when, how many and what to do."""
+    """A tensor grew 100 times: its values are cut off. Which, since when, how many and what to do is said."""
     change = cell("blocks.0.mlp.up", "input", saturated=0.63, since=120)
     formats_ = {"blocks.0.mlp.up": {"input": {"format": "E4M3FN", "granularity": "per tensor", "scale": "delayed",
                                               "max": 448.0, "min": 2.0**-9}}}  # fmt: skip
@@ -62,8 +63,8 @@ def test_case_16_saturation_by_a_stale_scale(tmp_path):
     assert (found.layer, found.role, found.measure) == ("blocks.0.mlp.up", "input", "saturated")
     assert found.title == "blocks.0.mlp.up: values of the input are cut off"
     assert found.text == (
-        "up to 63 % of its values were cut off at the largest that the format holds (E4M3FN, per tensor), worst at step "
-        "120; first at step 120, in 9 of 20 sampled steps, up to the last sample."
+        "up to 63 % of its values were cut off at the largest that the format holds (E4M3FN, per tensor), worst at "
+        "step 120; first at step 120, in 9 of 20 sampled steps, up to the last sample."
     )
     assert "delayed" in found.remedy and "fp8_current" in found.remedy
     assert 'recipe.for_layers("blocks.0.mlp.up", input="bf16")' in found.remedy
@@ -194,12 +195,12 @@ def test_layers_that_could_not_be_converted_and_emulation_on_a_gpu(tmp_path):
 
 def test_what_the_guard_did(tmp_path):
     folder = write_run(tmp_path / "guarded")
-    row = ('{"kind": "guard", "step": 60, "action": "promote", "layer": "up", "role": "input", "measure": "saturated", '
-           '"value": 0.5, "threshold": 0.01, "before": "E4M3FN", "after": "BF16", "message": "up is wider now"}\n')  # fmt: skip
-    with (folder / "journal.jsonl").open("a") as file:
-        file.write(row)
+    row = {"kind": "guard", "step": 60, "action": "promote", "layer": "up", "role": "input", "measure": "saturated",
+           "value": 0.5, "threshold": 0.01, "before": "E4M3FN", "after": "BF16", "message": "up is wider"}  # fmt: skip
+    with (folder / "journal.jsonl").open("ab") as file:
+        file.write(encode(row))
     found = next(each for each in attention(RunReader(folder)) if each.rule == "guard")
-    assert found.title == "the guard acted once" and "up is wider now" in found.text and found.step == 60
+    assert found.title == "the guard acted once" and "up is wider" in found.text and found.step == 60
 
 
 @pytest.mark.parametrize(("offset", "fires"), [(0.0, False), (0.2, True)])
