@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed import codec, wire
+from narrowgauge.distributed import codec, wire, wire_watch
 from narrowgauge.distributed.two_way import two_way
 from narrowgauge.errors import ConversionError
 from narrowgauge.recipes.spec import CastSpec
@@ -52,6 +52,7 @@ class Boundary:
         if self.spec is None or not self.is_coded:
             carrier.copy_(values)
         else:
+            wire_watch.sends(ROLE)
             stored = codec.encode(values.detach().reshape(1, -1), self.spec).view(-1)
             as_bytes = carrier.view(torch.uint8)
             as_bytes[: stored.numel()] = stored

@@ -13,6 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
+from narrowgauge.distributed import wire_watch
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.companding import LINEAR
 from narrowgauge.numerics.formats import BF16, FP32
@@ -104,6 +105,32 @@ def encode_flat(
     out: Tensor | None = None,
 ) -> Tensor:
     """As `encode`, of values of any shape, at most rows * n: the rows are filled up with zeros."""
+    wanted = wire_watch.before(values, residual, spec)
+    sent = _encoded(values, rows, n, spec, key, stream, residual, out)
+    if wanted is not None:
+        _tell(wanted, sent, rows, n, spec)
+    return sent
+
+
+def _tell(wanted: Tensor, sent: Tensor, rows: int, n: int, spec: CastSpec) -> None:
+    sent = sent.view(rows, -1)
+    wire_watch.after(
+        wanted,
+        lambda: decode_flat(sent, wanted.numel(), n, spec),
+        lambda: wire_watch.largest_scale(sent, n, _format(spec)) if spec.in_blocks else None,
+    )
+
+
+def _encoded(
+    values: Tensor,
+    rows: int,
+    n: int,
+    spec: CastSpec,
+    key: Tensor | None,
+    stream: int,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
     if spec.in_blocks:
         key = _key_for(spec, key)
         return wire.encode(values, rows, n, _format(spec), key=key, stream=stream, residual=residual, out=out)
@@ -178,9 +205,13 @@ def reduce_and_encode(
         total = reduce(buffers, numel, spec, divisor)
         return encode_flat(total, 1, numel, spec, residual=residual, out=out).view(-1)
     key = _key_for(spec, key)
-    return wire.reduce_and_encode(
+    wanted = wire_watch.before(reduce(buffers, numel, spec, divisor), residual, spec) if wire_watch.looks() else None
+    sent = wire.reduce_and_encode(
         buffers, numel, _format(spec), divisor, key=key, stream=stream, residual=residual, out=out
     )
+    if wanted is not None:
+        _tell(wanted, sent, 1, numel, spec)
+    return sent
 
 
 @functools.lru_cache(maxsize=64)

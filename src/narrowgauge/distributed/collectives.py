@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed import codec, wire
+from narrowgauge.distributed import codec, wire, wire_watch
 from narrowgauge.distributed.feedback import ErrorFeedback
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.recipes.spec import CastSpec
@@ -154,6 +154,7 @@ def recv(shape: torch.Size, spec: CastSpec, source: int, group: Group, device: t
 def _place(group: Group, role: str, spec: CastSpec) -> tuple[int, int]:
     """Ranks of the group, and this process's place among them. Raises RecipeError for a cast that cannot travel."""
     codec.check(role, spec)
+    wire_watch.sends(role)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise NarrowgaugeError(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from narrowgauge.distributed import codec
+from narrowgauge.distributed import codec, wire_watch
 from narrowgauge.distributed.layout import GroupReducer
 from narrowgauge.layers.linear import Linear
 from narrowgauge.layers.recipe_layer import RecipeLayer
@@ -82,6 +82,7 @@ class InBlocks(Route):
 
     def send(self, part: Tensor, numel: int) -> Tensor:
         self._numel = numel
+        wire_watch.sends("param_comm")
         return codec.encode_flat(_plain(part), 1, numel, self.spec).flatten()
 
     def unpack(self, received: Tensor, shape: torch.Size) -> tuple[Tensor, list[Tensor]]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge.distributed import codec
+from narrowgauge.distributed import codec, wire_watch
 from narrowgauge.distributed.buckets import Bucket, bucket_values, plan
 from narrowgauge.distributed.collectives import Group
 from narrowgauge.distributed.reduction import Reduction, Row, cast_values, wide_values
@@ -172,6 +172,7 @@ class Round:
         for number, place in self._plan.places[index]:
             piece = self._plan.buckets[number].pieces[place]
             part = values[piece.start : piece.stop]
+            wire_watch.sends(self._parameters[index])  # what was launched meanwhile has changed it
             self._reduction(number).put(place, part if weight is None else part.float() * weight)
             self._launch_full()
 

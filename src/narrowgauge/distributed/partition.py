@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge.distributed import codec, wire
+from narrowgauge.distributed import codec, wire, wire_watch
 from narrowgauge.distributed.collectives import Group, Pending, start_gather
 from narrowgauge.optim.base import MASTER, LowPrecisionOptimizer
 from narrowgauge.optim.update import is_residual, read
@@ -188,6 +188,7 @@ def _encoded(entry: _Entry, optimizer: LowPrecisionOptimizer) -> Tensor:
     master = optimizer.state.get(entry.p, {}).get(MASTER)
     # a residual completes the value, so that it is rounded once; of a copy the parameter is the rounded value
     digits = master.to(held.device) if master is not None and is_residual(master) else None
+    wire_watch.sends(entry.p)
     return codec.encode(read(held, digits).reshape(1, -1), entry.spec)[0]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge.distributed import codec, wire
+from narrowgauge.distributed import codec, wire, wire_watch
 from narrowgauge.distributed.buckets import ALIGNMENT, Bucket, Segment
 from narrowgauge.distributed.collectives import Group, start_gather
 from narrowgauge.numerics import kernels, philox, scaling
@@ -78,6 +78,7 @@ class Reduction:
         """Average this rank's part, and start to send it to all."""
         assert self._work is not None and self._received is not None
         self._work.wait()
+        wire_watch.sends(ROLE)
         bucket, received = self.bucket, self._received
         mean = torch.zeros(bucket.part_bytes, dtype=torch.uint8, device=received.device)
         for segment in bucket.parts[dist.get_rank(self._group)]:

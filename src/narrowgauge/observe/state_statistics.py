@@ -1,8 +1,8 @@
-"""What a sampled step did to gradients, optimizer state and parameters, by layer and role."""
+"""What a sampled step did to gradients, optimizer state, parameters and what was sent, by layer and role."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,23 @@ from narrowgauge.optim.replace import current
 from narrowgauge.optim.watch import GRAD, UpdateWatch
 from narrowgauge.tensors.local import local_grad
 
+COLLECTIVE = "collective"
+
 
 class StateStatistics:
-    """Tallies gathered inside `watched`. casts: of gradients, by name of the parameter."""
+    """Tallies gathered inside `watched`. casts: of gradients, by name of the parameter. sent: of what travelled."""
 
-    def __init__(self, names: dict[Tensor, str], updates: UpdateWatch, casts: dict[str, Tally]) -> None:
-        self._names, self._updates, self._casts = names, updates, casts
+    def __init__(
+        self,
+        names: dict[Tensor, str],
+        updates: UpdateWatch,
+        casts: dict[str, Tally],
+        sent: Mapping[Tensor | str, Tally],
+    ) -> None:
+        self._names, self._updates, self._casts, self._sent = names, updates, casts, sent
 
     def figures(self) -> dict[str, dict[str, Figures]]:
-        """{layer: {role: figures}}; waits for the device. Roles: grad, exp_avg, exp_avg_sq, param."""
+        """{layer: {role: figures}}; waits for the device. Roles: grad, exp_avg, exp_avg_sq, param, collective."""
         found: dict[str, dict[str, Figures]] = {}
         for p, tallies in self._updates.tallies.items():
             if p in self._names:
@@ -36,6 +44,10 @@ class StateStatistics:
             if tally.sums:
                 roles = found.setdefault(layer_of(name), {})
                 roles[GRAD] = _cast_and_kept(tally.read(), roles.get(GRAD))
+        for place, tally in self._sent.items():
+            name = place if isinstance(place, str) else layer_of(self._names.get(place, "of no name"))
+            figures, roles = tally.read(), found.setdefault(name, {})
+            roles[COLLECTIVE] = roles[COLLECTIVE].merged(figures) if COLLECTIVE in roles else figures
         return found
 
 
@@ -64,7 +76,8 @@ def watched(model: nn.Module, optimizer: Optimizer | None, has_bins: bool = Fals
             inner.watch = updates
         elif inner is not None:
             handle = inner.register_step_pre_hook(lambda *_: _see_gradients(names, updates))
-        yield StateStatistics(names, updates, casts)
+        with _wire(has_bins) as sent:
+            yield StateStatistics(names, updates, casts, sent)
     finally:
         for owner, _ in owners:
             owner.tally = None
@@ -72,6 +85,18 @@ def watched(model: nn.Module, optimizer: Optimizer | None, has_bins: bool = Fals
             handle.remove()
         if isinstance(inner, LowPrecisionOptimizer):
             inner.watch = None
+
+
+@contextmanager
+def _wire(has_bins: bool) -> Iterator[Mapping[Tensor | str, Tally]]:
+    """Tallies of what this process sends inside; none where there is no other process."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        yield {}
+        return
+    from narrowgauge.distributed.wire_watch import watching  # loads much of torch.distributed
+
+    with watching(has_bins) as watch:
+        yield watch.tallies
 
 
 @torch.no_grad()
