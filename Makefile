@@ -20,6 +20,8 @@ export OMP_WAIT_POLICY ?= passive
 
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
+# where `make bench` puts its page; begun again there after an interruption, it goes on
+BENCH ?= runs/bench-$(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 # processes that share the tests
 WORKERS ?= 2
 
@@ -56,13 +58,9 @@ format: $(DEV_STAMP) ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_STAMP) ## measure for hours, write benchmarks/results/ and the figures in README.md
-	@for script in import_time casts linear sqnr activation_memory memory optimizer state_error "training --full" ablations \
-		reduction simulation plan two_nodes rlhf_memory grpo sft accelerate_bert parity \
-		"parity --model moe --steps 300 --recipes fp32 fp8_block mxfp8"; do \
-		echo "== $$script"; set -- $$script; name=$$1; shift; \
-		$(BIN)/python benchmarks/$$name.py "$$@" --json || missed="$$missed $$name"; \
-	done; $(BIN)/python benchmarks/tables.py; test -z "$$missed" || { echo "missed:$$missed"; exit 1; }
+bench: $(DEV_STAMP) ## measure for most of a day: a page, benchmarks/results/, the figures in README.md
+	@$(BIN)/narrowgauge bench --all --output $(BENCH); missed=$$?; \
+		cp $(BENCH)/results/*/*.json benchmarks/results/ && $(BIN)/python benchmarks/tables.py; exit $$missed
 
 gpu-check: $(RUN_STAMP) ## hold the CUDA path against the emulation on this machine's GPU
 	$(BIN)/python benchmarks/gpu_check.py

@@ -5,13 +5,19 @@ write of a code; the scales of tiles are left out), 9 where the scale follows fr
 (per tensor, and NVFP4). dequantize is 5 bytes (one read of a code, one write of float32) and writes into a given
 tensor, as the copy does, which is counted as 8 bytes. The last column counts 9 bytes a value for all casts alike. A
 figure is the ratio of median bandwidths of one interleaved run.
+
+A second run times the casts that others have, too, beside ours: torch's operations written out, torchao's as its layers
+call them, without compilation, and bitsandbytes' blocks of 8 bits, which are a code of its own. Nothing was asked of
+these: they are shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import sys
+import warnings
 from collections.abc import Callable
 
 import common
@@ -79,6 +85,71 @@ def measure(values: int, repeats: int, device: str) -> dict[str, list[float]]:
     )
 
 
+# title -> (our cast, those of others); the first word of a name is the library
+PEERS = {
+    "one scale": ("per tensor", ("torch per tensor", "torchao per tensor", "bitsandbytes blocks of 4096")),
+    "tiles of 1x128": ("1x128", ("torchao 1x128",)),
+    "tiles of 1x32, E8M0 scales": ("mxfp8 1x32", ("torchao mxfp8 1x32",)),
+    "4 bits in tiles of 1x32, E8M0 scales": ("mxfp4 1x32", ("torchao mxfp4 1x32",)),
+    "4 bits in tiles of 1x16, NVFP4": ("nvfp4 1x16", ("torchao nvfp4 1x16",)),
+}
+OURS = "narrowgauge "
+
+
+def peer(name: str, x: Tensor) -> Callable[[], object]:
+    """The cast of a matrix as another library makes it."""
+    if name == "torch per tensor":
+        return lambda: (x * (E4M3FN.max / x.abs().max())).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype)
+    if name.startswith("bitsandbytes"):
+        import bitsandbytes.functional  # type: ignore[import-not-found]
+
+        return lambda: bitsandbytes.functional.quantize_blockwise(x, blocksize=4096)
+    if name == "torchao per tensor":
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import LinearMMConfig
+
+        return lambda: hp_tensor_to_float8_dynamic(x, E4M3FN.dtype, LinearMMConfig())
+    if name == "torchao 1x128":
+        from torchao.prototype.blockwise_fp8_training.kernels import torch_blockwise_scale_act_quant_lhs
+
+        return lambda: torch_blockwise_scale_act_quant_lhs(x, 128)
+    if name == "torchao nvfp4 1x16":
+        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+
+        return lambda: nvfp4_quantize(x, 16, per_tensor_amax_to_scale(x.abs().max()))
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    dtype = torch.float4_e2m1fn_x2 if "mxfp4" in name else E4M3FN.dtype
+    return lambda: to_mx(x, dtype, 32, ScaleCalculationMode.RCEIL)
+
+
+def compare(values: int, repeats: int, device: str) -> tuple[dict[str, list[float]], list[dict[str, object]]]:
+    """Raw seconds of our casts beside others', and the same as bars."""
+    x = torch.randn(values, generator=torch.Generator().manual_seed(0)).to(device).view(-1, _columns(values))
+    key = philox.draw_key(x.device, torch.Generator(x.device).manual_seed(0))
+    runs: dict[str, Callable[[], object]] = {}
+    absent = {}
+    for ours, others in PEERS.values():
+        runs[OURS + ours] = _cast(x, CastSpec(E4M3FN) if ours == "per tensor" else SPECS[ours], key)
+        for name in others:
+            if importlib.util.find_spec(name.split()[0]) is None:
+                absent[name] = "not installed"
+            else:
+                runs[name] = peer(name, x)
+    raw = common.interleaved(runs, repeats)
+    milliseconds = {name: seconds * 1e3 for name, seconds in common.medians(raw).items()}
+    bars = [
+        common.bars(
+            f"cast of {values / 1e6:.1f}M float32 values, {title}", "ms, median",
+            {name: milliseconds[name] for name in (OURS + ours, *others) if name in milliseconds}, (OURS + ours,),
+            absent={name: absent[name] for name in others if name in absent},
+        )
+        for title, (ours, others) in PEERS.items()
+    ]  # fmt: skip
+    return raw, bars
+
+
 def _columns(values: int) -> int:
     """Columns of a matrix of so many values, near to a square one."""
     return next(columns for columns in range(math.isqrt(values), 0, -1) if values % columns == 0)
@@ -93,6 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results")
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--peer-repeats", type=int, default=7, help="of the run beside others; 0: none")
     parser.add_argument("--values", type=int, default=VALUES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
@@ -110,11 +182,22 @@ def main() -> int:
         milliseconds, share = f"{seconds[name] * 1e3:.2f}", f"{ratios[name]:.2f}"
         rows.append([name, str(BYTES_PER_VALUE[name]), milliseconds, f"{bandwidth[name]:.1f}", share, figure, alike])
     print(common.table(["cast", "bytes", "ms", "GB/s", "x copy", "figure", "x copy at 9 bytes"], rows))
+    compared, bars = {}, []
+    if arguments.peer_repeats:
+        warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
+        compared, bars = compare(arguments.values, arguments.peer_repeats, arguments.device)
+        for each in bars:
+            cells = [[r["name"], r["absent"] if r["value"] is None else f"{r['value']:.2f}"] for r in each["rows"]]
+            print(f"\n{each['title']}\n{common.table(['', each['unit']], cells)}")
     if arguments.json:
         figures = {_title(name): {"measured": ratios[name], "at_least": least} for name, least in FIGURES.items()}
         specs = {name: str(spec) for name, spec in SPECS.items()}
         result = {"values": arguments.values, "format": E4M3FN.name, "casts": specs, "bytes_per_value": BYTES_PER_VALUE}
-        print(common.write_result("casts", {**result, "figures": figures, "seconds": raw}))
+        print(
+            common.write_result(
+                "casts", {**result, "figures": figures, "seconds": raw, "compared_s": compared, "bars": bars}
+            )
+        )
     return int(any(ratios[name] < least for name, least in FIGURES.items()))
 
 

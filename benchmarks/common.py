@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch  # noqa: E402
+
+from narrowgauge.cli.capabilities import cpu_name  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(os.environ.get("NARROWGAUGE_RESULTS", ROOT / "benchmarks" / "results"))
@@ -44,11 +46,15 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 def environment() -> dict[str, Any]:
     """Command, commit, versions and hardware, as every result file records them."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     return {
         "command": " ".join(["python", *sys.argv]),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, **_versions("numba", "torchao")},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **_versions("numba", "torchao", "bitsandbytes"),
+        },
         "hardware": {"device": device, "threads": torch.get_num_threads(), "flags": _cpu_flags()},
     }
 
@@ -60,6 +66,29 @@ def write_result(topic: str, result: Mapping[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**environment(), **result}, indent=1) + "\n")
     return path
+
+
+def bars(
+    title: str,
+    unit: str,
+    values: Mapping[str, float],
+    ours: Container[str],
+    *,
+    at_least: Container[str] = (),
+    absent: Mapping[str, str] | None = None,
+    lower_is_better: bool = True,
+) -> dict[str, Any]:
+    """One comparison, as the page of `narrowgauge bench --all` draws it: a result file's "bars" is a list of them.
+
+    ours: whose bars are set off. at_least: those that were stopped, and would have taken longer. absent: why others
+    have no number, by name.
+    """
+    rows: list[dict[str, Any]] = [
+        {"name": name, "value": value, "ours": name in ours, "at_least": name in at_least}
+        for name, value in values.items()
+    ]
+    rows += [{"name": name, "value": None, "ours": False, "absent": why} for name, why in (absent or {}).items()]
+    return {"title": title, "unit": unit, "lower_is_better": lower_is_better, "rows": rows}
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -84,14 +113,6 @@ def _versions(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             known[package] = "not installed"
     return known
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _cpu_flags() -> list[str]:

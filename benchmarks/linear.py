@@ -1,12 +1,12 @@
-"""Forward and backward of one linear layer by every recipe, emulated on the CPU, against torch and torchao.
+"""Forward and backward of one linear layer by every recipe, emulated on the CPU, against torch, torchao, bitsandbytes.
 
     python benchmarks/linear.py [--size 2048] [--tokens 2048] [--recipes fp8_block mxfp8] [--json]
 
 Every contender gets the tensors that it would get in training: float32 runs in float32 throughout; bf16 in bf16
 throughout; narrowgauge has float32 weights, and bf16 input and grad_output, as under its autocast; torchao's layers run
-in bf16 throughout. Input, weight and bias require gradients, which start as None (torchao's MXFP8 product knows no
-bias). Ratios are of medians of one run; a layer of torchao that takes longer than a limit for one step is stopped, and
-its ratio is a bound.
+in bf16 throughout, as does bitsandbytes' (LLM.int8: its forward product in INT8, its backward products in bf16). Input,
+weight and bias require gradients, which start as None (torchao's MXFP8 product knows no bias). Ratios are of medians of
+one run; a layer of theirs that takes longer than a limit for one step is stopped, and its ratio is a bound.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ OTHER_BOUNDS = {"fp8_current": {"fp32": 1.30}}
 RECIPES = tuple(name for name in ng.recipe_names() if ng.recipe(name).quantizes_gemms)
 OURS = "narrowgauge "
 READY = "ready"
+LIBRARIES = ("torchao", "bitsandbytes")  # the first words of their layers' names
 
 
 def step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> Callable[[], None]:
@@ -97,6 +98,13 @@ def contenders(size: int, tokens: int, recipes: Sequence[str]) -> dict[str, Call
     def torchao_mxfp8() -> Callable[[], None]:
         return with_data(TorchaoMXFP8(copy_of(torch.bfloat16)), torch.bfloat16)
 
+    def bitsandbytes() -> Callable[[], None]:
+        import bitsandbytes as bnb  # type: ignore[import-not-found]
+
+        layer = bnb.nn.Linear8bitLt(size, size, has_fp16_weights=True, threshold=0.0)
+        layer.load_state_dict(base.state_dict())
+        return with_data(layer.to(torch.bfloat16), torch.bfloat16)
+
     return {
         "fp32": lambda: with_data(copy_of(torch.float32), torch.float32),
         "bf16": lambda: with_data(copy_of(torch.bfloat16), torch.bfloat16),
@@ -104,6 +112,7 @@ def contenders(size: int, tokens: int, recipes: Sequence[str]) -> dict[str, Call
         "torchao emulated": lambda: torchao(emulate=True),
         "torchao native": lambda: torchao(emulate=False),
         "torchao MXFP8 emulated": torchao_mxfp8,
+        "bitsandbytes LLM.int8": bitsandbytes,
     }
 
 
@@ -146,18 +155,27 @@ def report(
     return ratios
 
 
+def comparison(medians: dict[str, float], at_least: dict[str, float], size: int, tokens: int) -> dict[str, Any]:
+    """The table as bars."""
+    milliseconds = {name: seconds * 1e3 for name, seconds in {**medians, **at_least}.items()}
+    absent = {library: "not installed" for library in LIBRARIES if importlib.util.find_spec(library) is None}
+    title = f"forward and backward of a linear layer, {tokens} tokens of {size} to {size} features"
+    ours = [name for name in medians if name.startswith(OURS)]
+    return common.bars(title, "ms, median", milliseconds, ours, at_least=at_least, absent=absent)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=2048, help="input and output features")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--limit-s", type=float, default=20, help="stop a torchao layer whose one step takes longer")
+    parser.add_argument("--limit-s", type=float, default=20, help="stop another's layer whose one step takes longer")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--only", help="one step of this contender, untimed")
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
     arguments = parser.parse_args()
 
-    warnings.filterwarnings("ignore", module="torchao")
+    warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
     builders = contenders(arguments.size, arguments.tokens, arguments.recipes)
     if arguments.only:
         run = builders[arguments.only]()
@@ -165,10 +183,11 @@ def main() -> int:
         run()
         return 0
     at_least = {}
-    if importlib.util.find_spec("torchao") is None:
-        print("torchao is not installed: its layers are left out")
-        builders = {name: builder for name, builder in builders.items() if not name.startswith("torchao")}
-    for name in [name for name in builders if name.startswith("torchao")]:
+    for library in LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            print(f"{library} is not installed: its layers are left out")
+            builders = {name: builder for name, builder in builders.items() if not name.startswith(library)}
+    for name in [name for name in builders if name.startswith(LIBRARIES)]:
         if takes_longer_than(arguments.limit_s, name, arguments.size, arguments.tokens):
             at_least[name] = arguments.limit_s
             del builders[name]
@@ -196,6 +215,7 @@ def main() -> int:
                 for recipe, peer, most in checked
             },
             "repeats_s": times,
+            "bars": [comparison(medians, at_least, arguments.size, arguments.tokens)],
         }
         print(common.write_result("linear", result))
     return int(any(ratios[recipe][peer] > most for recipe, peer, most in checked))

@@ -169,6 +169,15 @@ def report(results: dict[str, dict[str, Any]]) -> None:
     print(common.table(["parameters", "AdamW step", "median ms", "ours / peer"], rows))
 
 
+def comparison(size: str, found: dict[str, Any]) -> dict[str, Any]:
+    """One size as bars."""
+    milliseconds = {name: seconds * 1e3 for name, seconds in found["median_s"].items()}
+    return common.bars(
+        f"AdamW step of {size} parameters", "ms, median", milliseconds, (OURS,),
+        at_least=found["stopped_after_s"], absent=found["left_out"],
+    )  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--matrices", type=int, nargs="+", default=list(MATRICES), help="how many large matrices")
@@ -200,7 +209,8 @@ def main() -> int:
         for name, ratio in found["ratio_of_ours"].items()
     }
     if arguments.json:
-        print(common.write_result("optimizer", {"figures": figures, "sizes": results}))
+        bars = [comparison(size, found) for size, found in results.items()]
+        print(common.write_result("optimizer", {"figures": figures, "sizes": results, "bars": bars}))
     return int(any(figure["measured"] > figure["at_most"] for figure in figures.values()))
 
 

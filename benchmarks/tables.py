@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from narrowgauge.cli.figures import goal, is_met
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,19 +29,6 @@ def newest_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
         _year, _month, _day, device_and_topic = path.stem.split("-", 3)
         newest[device_and_topic] = json.loads(path.read_text(encoding="utf-8")) | {"path": path}
     return newest
-
-
-def is_met(figure: Mapping[str, float]) -> bool:
-    """True where what was measured lies inside its goals; NaN never does."""
-    least, most = figure.get("at_least", -math.inf), figure.get("at_most", math.inf)
-    return least <= figure["measured"] <= most
-
-
-def goal(figure: Mapping[str, float]) -> str:
-    """The goals in words: ">= 1", "<= 2", "1 to 2"."""
-    if "at_least" in figure and "at_most" in figure:
-        return f"{figure['at_least']:g} to {figure['at_most']:g}"
-    return f"<= {figure['at_most']:g}" if "at_most" in figure else f">= {figure['at_least']:g}"
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +38,7 @@ def machine() -> Facts:
     features = [name for name, present in capabilities.items() if present is True and name.startswith(FEATURES)]
     found: Facts = {
         "system": f"{platform.system()} {platform.machine()}",
+        "CPU": cpu_name(),
         "CPU kernels": torch.backends.cpu.get_cpu_capability(),
         "CPU features": " ".join(sorted(features)),
         "cores": os.cpu_count() or 0,
@@ -49,6 +51,16 @@ def machine() -> Facts:
     for index in range(torch.cuda.device_count()):
         found[f"cuda:{index}"] = _gpu(index)
     return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def cpu_name() -> str:
+    """As the maker calls it, where the system says so."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
 
 
 def _gpu(index: int) -> str:

@@ -45,7 +45,7 @@ COMMANDS = {
     "tune": Command("tune", "tune", "choose a precision for each layer, within a budget: measured, solved, verified"),
     "chart": Command("chart", "chart", "the precision chart of recipes"),
     "doctor": Command("doctor", "doctor", "what this machine does natively, what it emulates, and why"),
-    "bench": Command("bench", "bench", "measure linear layers, casts, or their noise"),
+    "bench": Command("bench", "bench", "measure this machine: one benchmark, or all of them as a page"),
 }
 
 

@@ -56,7 +56,7 @@ def test_help_answers_within_a_second_beyond_torch(words):
         (["train", "--optimiser.lr", "1"], "optimizer"),
         (["train", "--stepps", "5"], "steps"),
         (["train", "--model.preset", "tinny"], "did you mean 'tiny'?"),
-        (["bench", "liner"], "invalid choice: 'liner'"),
+        (["bench", "liner"], "did you mean 'linear'?"),
         (["generate"], "required"),
         (["generate", "RUN", "--prompt", "-x"], "--OPTION=-VALUE"),
         (["train", "--data.corpus", "pythn"], "did you mean 'python'?"),
