@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 
 from narrowgauge.cli.console import messages, output, print_json, print_table
+from narrowgauge.cli.precision_view import LiveView
 from narrowgauge.observe.ledger import KEYS as LEDGER_KEYS
 from narrowgauge.train import events
 
@@ -38,7 +39,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.console = console or (messages() if as_json else output())
         self.as_json = as_json
         self.log_every = max(1, log_every)
-        self._live: Progress | None = None
+        self._live: LiveView | None = None
         self._task: TaskID | None = None
         self._step_s: float | None = None
         self._trouble = ""
@@ -87,7 +88,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self.say(f"resumed  from {resumed_from} at step {step}")
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[facts]}"))
-            self._live = Progress(*columns, console=self.console, transient=True)
+            self._live = LiveView(*columns, console=self.console, transient=True)
             self._live.start()
             self._task = self._live.add_task(f"step {step}/{steps}", total=steps, completed=step, facts="")
 
@@ -95,6 +96,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         """Move the live line, or print a plain one at every `log_every`-th step, the first and the last."""
         if event.statistics is not None:
             self._trouble = trouble(event.statistics)
+        if self._live is not None and event.precision is not None:
+            self._live.show(event.step, event.precision, event.bytes_by_role or {})
         self._advance(event.step, event.steps, _facts(event, self._left_s(event), self._trouble))
 
     def _left_s(self, event: events.StepDone | Stepped) -> float:
