@@ -24,7 +24,7 @@ def chart(argv: Sequence[str]) -> int:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="names of recipes")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument(
-        "--picture", metavar="FILE.svg", help="draw it, one format a cell, coloured by bits, instead of a table"
+        "--picture", metavar="FILE.svg|.png", help="draw it, one format a cell, coloured by bits, instead of a table"
     )
     parser.add_json_option()
     arguments = parser.parse(argv)

@@ -15,6 +15,7 @@ from narrowgauge.numerics.formats import TF32
 from narrowgauge.numerics.granularity import PER_COLUMN, PER_ROW
 from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.numerics.scaling import E8M0_RULES, NVFP4, ULP
+from narrowgauge.observe.picture import DARK, QUOTES, STYLE
 from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.matmul import GEMMS
 from narrowgauge.recipes.roles import COMM_ROLES, STATE_ROLES
@@ -25,17 +26,13 @@ COLOURS = {
     32: ("#e6e9ed", "#2c333b"), 19: ("#d3dbe6", "#36414e"), 16: ("#bdd7f7", "#1d4577"), 8: ("#a5deb5", "#185c3a"),
     6: ("#f5dc8c", "#6b5307"), 4: ("#f6b795", "#7d3714"),
 }  # fmt: skip
-INK = ("#1f2328", "#e6edf3")  # of all text, in light and dark
-PAPER = ("#ffffff", "#0d1117")
 CELL, LINE, GAP, TOP, MARGIN = 80, 38, 10, 128, 12  # of a cell; between groups of columns; above the rows; around
-_STYLE = """
-svg {{ background: {paper}; font-family: system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif }}
-text {{ fill: {ink}; font-size: 13px }}
-.title {{ font-size: 21px; font-weight: 600 }}
-.group {{ font-weight: 600 }}
-.small {{ font-size: 11px }}
-.none {{ fill: none; stroke: {ink}; stroke-opacity: 0.25; stroke-dasharray: 3 3 }}
+_SIZES = """
+text { font-size: 13px }
+.group { font-weight: 600 }
+.small { font-size: 11px }
 """
+_NOTHING = ".none {{ fill: none; stroke: {stroke}; stroke-dasharray: 3 3 }}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def picture(rows: Sequence[tuple[str, Recipe]], title: str = "The precision char
     height = TOP + LINE * len(rows) + 62
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
+        f'role="img" aria-label="{escape(title, QUOTES)}">',
         f"<style>{_styles()}</style>",
         f'<text class="title" x="{MARGIN}" y="32">{escape(title)}</text>',
         *_legend(),
@@ -115,11 +112,12 @@ def words(spec: CastSpec) -> tuple[str, str]:
 
 
 def _styles() -> str:
-    def theme(at: int) -> str:
-        fills = "\n".join(f".b{bits} {{ fill: {pair[at]} }}" for bits, pair in COLOURS.items())
-        return _STYLE.format(paper=PAPER[at], ink=INK[at]) + fills
+    def fills(at: int) -> str:
+        nothing = _NOTHING.format(stroke=("#c4cbd3", "#434b55")[at])
+        return "\n".join([nothing, *(f".b{bits} {{ fill: {pair[at]} }}" for bits, pair in COLOURS.items())])
 
-    return f"{theme(0)}\n@media (prefers-color-scheme: dark) {{{theme(1)}\n}}"
+    light = STYLE + _SIZES + fills(0)
+    return f"{light}\n@media (prefers-color-scheme: dark) {{{DARK}{fills(1)}\n}}"
 
 
 def _legend() -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,7 +10,8 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.numerics import formats
-from narrowgauge.observe.chart_picture import CELL, COLOURS, GROUPS, INK, PAPER, cells, picture, words
+from narrowgauge.observe.chart_picture import CELL, COLOURS, GROUPS, cells, picture, words
+from narrowgauge.observe.picture import DARK, STYLE
 from narrowgauge.recipes.chart import titled
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -64,6 +66,14 @@ def test_schedules_and_layers_of_their_own_have_rows():
     svg = picture(titled([recipe]))
     assert "narrow8: *.down, output: input: BF16" in svg
     assert "narrow8, output: input: E4M3FN" in svg
+
+
+def colour(theme: int, rule: str) -> str:
+    """Of a rule of the shared style, e.g. "svg { background: #ffffff" in light."""
+    return re.search(rule + r": (#\w{6})", (STYLE, DARK)[theme])[1]
+
+
+INK, PAPER = ([colour(theme, rule) for theme in (0, 1)] for rule in (r"text \{ fill", r"svg \{ background"))
 
 
 def luminance(colour: str) -> float:
