@@ -72,7 +72,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.say(f"run      {event.run_dir}")
         self.say(
             f"model    {event.config.model.preset}, {event.parameters:,} parameters, "
-            f"recipe {event.config.recipe} on {event.device}"
+            f"recipe {event.config.build_recipe().name} on {event.device}"
         )
         for switch in event.config.switches:
             self.say(f"         recipe {switch.recipe} after step {switch.after_step}")
@@ -125,6 +125,10 @@ class Reporter(AbstractContextManager["Reporter"]):
             f"{event.max_skips} stop the run; loss scale {event.loss_scale:g}",
             "yellow",
         )
+
+    def guard_acted(self, event: events.GuardActed) -> None:
+        """Say what the guard decided, and by which numbers."""
+        self.say(f"step {event.step}  guard: {event.action}: {event.message}", "yellow")
 
     def evaluated(self, event: events.Evaluated) -> None:
         """Print the validation figures."""
@@ -243,6 +247,7 @@ _RENDERERS: dict[type, Callable] = {
     events.StepDone: Reporter.stepped,
     events.RecipeChanged: Reporter.recipe_changed,
     events.Skipped: Reporter.skipped,
+    events.GuardActed: Reporter.guard_acted,
     events.Evaluated: Reporter.evaluated,
     events.CheckpointSaved: Reporter.saved,
     events.Warned: Reporter.warned,

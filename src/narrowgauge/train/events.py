@@ -96,6 +96,21 @@ class Skipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardActed(Event):
+    """The guard decided something: the fields of `train.guard_decisions.Decision`."""
+
+    action: str
+    layer: str | None
+    role: str | None
+    measure: str
+    value: float
+    threshold: float
+    before: str
+    after: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Validation: mean loss in nats a token, perplexity, bits a byte of text."""
 

@@ -14,15 +14,15 @@ See docs/guard.md. In a loop of your own:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from narrowgauge.layers.convert import device_of
-from narrowgauge.layers.statistics import collect
+from narrowgauge.observe.observation import Observation
 from narrowgauge.optim.replace import current
 from narrowgauge.recipes import library
 from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
@@ -68,8 +68,8 @@ class Guard:
         self._casts: dict[Key, Rung] = {}  # in force where they are not the recipe's
         self._amax: dict[Key, float] = {}
         self._phase = 0
-        self._layers: Layers | None = None
         self._looks_again = False
+        self._observation = Looks(self, model, optimizer)
 
     @property
     def is_acting(self) -> bool:
@@ -91,15 +91,9 @@ class Guard:
         """True where `step` (from 1) is to be sampled."""
         return self.config.mode != "off" and (self._looks_again or step % self.config.every == 0)
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def step(self, step: int) -> AbstractContextManager[None]:
         """Around forward, backward and optimizer step: measures where the step is due."""
-        if not self.due(step):
-            yield
-            return
-        with collect(self._model) as statistics:
-            yield
-        self._layers = statistics.read()
+        return self._observation.step(step)
 
     def end(
         self, step: int, loss: float, *, skipped: bool = False, loss_scale: float = 1.0, layers: Layers | None = None
@@ -110,9 +104,11 @@ class Guard:
         loss_scale: where there is one; above 1 a skip with a finite loss is its search for a scale. layers: what the
         step measured, where it was due; left out: what `step` did.
         """
-        layers, self._layers = self._layers if layers is None else layers, None
         if self.config.mode == "off":
             return []
+        if layers is None:
+            found = self._observation.read()
+            layers = None if found is None else found.layers
         self._follow_schedule(step)
         casts, everything = dict(self._casts), bool(self._everything.climbed)
         decisions: list[Decision] = []
@@ -261,3 +257,21 @@ class Guard:
                     self._moments.keep(p, role, spec)
                     changed = True
         return changed
+
+
+class Looks(Observation):
+    """An observation that looks where the guard is due, too. every, histograms_every: else, see `Observation`."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int = 0,
+        histograms_every: int | None = 0,
+    ) -> None:
+        super().__init__(model, optimizer, every, histograms_every)
+        self._guard = guard
+
+    def due(self, step: int) -> bool:
+        return super().due(step) or self._guard.due(step)

@@ -41,7 +41,12 @@ class RunJournal:
         if start is None or not self.path.exists():
             self._writer = JournalWriter.create(self.path, _header(parts))
             return None
-        contents = journal.cut(self.path, start, ("step", "evaluation"))
+        return self.cut(start)
+
+    def cut(self, step: int) -> journal.Contents:
+        """Go on from `step`: rows after it are removed. Returns header, steps and evaluations; the first process's."""
+        self.close()
+        contents = journal.cut(self.path, step, ("step", "evaluation"))
         self._writer = JournalWriter(self.path)
         return contents
 

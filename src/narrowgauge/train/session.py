@@ -14,7 +14,7 @@ from narrowgauge.errors import CheckpointError
 from narrowgauge.layers.report import report
 from narrowgauge.observe.journal import Contents
 from narrowgauge.observe.ledger import Ledger, SavedActivations, ledger
-from narrowgauge.observe.observation import Observation, Precision
+from narrowgauge.observe.observation import Precision
 from narrowgauge.observe.shares import shares_by_role
 from narrowgauge.train import events
 from narrowgauge.train.assemble import Parts
@@ -23,6 +23,7 @@ from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.evaluate import evaluate
 from narrowgauge.train.events import Evaluated, OnEvent, Result, Status
 from narrowgauge.train.folder import size_bytes
+from narrowgauge.train.guard_run import RunGuard
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.run_journal import RunJournal, is_recipe, unreadable
 from narrowgauge.train.sample import sample_text
@@ -48,7 +49,8 @@ class Session:
         self.tokens_per_step = sequences * parts.stream.sequence_length
         self._first_step = 0
         self.journal = RunJournal(folder.journal, on_event)
-        self.observation = Observation(parts.model, parts.optimizer, config.statistics_every, config.histograms_every)
+        self.guard = RunGuard(self)
+        self.observation = self.guard.observation()
         self._saving: tuple[SaveHandle, int, float] | None = None  # what is written, of which step, since when
 
     def begin(self, start: int | None) -> None:
@@ -59,11 +61,12 @@ class Session:
         path = None if start is None else self.folder.checkpoint(start)
         contents = self.ranks.from_first(lambda: self.journal.open(start, self.parts))
         if contents is not None:
-            self._take_in(contents)
+            self.take_in(contents)
             if not is_recipe(contents.header.get("recipe"), self.parts.recipe):
                 self.journal.warn("the recipe is not the one that this run began with: from here on it is another run")
         if path is not None:
             extra = load(path, self.parts.model, self.parts.optimizer)
+            self.guard.load(path, extra)
             self.parts.load_state(extra)
             self.step = self.journal.step = self._first_step = int(extra["step"])
             self.journal.resumed()
@@ -94,8 +97,10 @@ class Session:
         if self.step > evaluated_step and self._is_due(config.eval_every):
             self._evaluate()  # the signal that ended the run at this step left it out
         while self.step < config.steps:
-            self._step()
+            went_back = self._step()
             on_progress(self.step)
+            if went_back:
+                continue
             is_last = self.step == config.steps
             requested = self.ranks.any(interruption.requested)  # a signal reaches the ranks one after the other
             if is_last or (self._is_due(config.eval_every) and not requested):
@@ -113,7 +118,7 @@ class Session:
 
     def close(self) -> None:
         """Let the save under way end, and close the journal; a second call does nothing."""
-        self._end_save()
+        self.end_save()
         self.journal.close()
 
     def on_signal(self, name: str) -> None:
@@ -123,10 +128,11 @@ class Session:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Take a step. True where the guard has gone back to an earlier one."""
         config, parts = self.config, self.parts
         if self._saving is not None and self._saving[0].done:
-            self._end_save()
+            self.end_save()
         lr = learning_rate(self.step, config.steps, config.optimizer.lr, config.schedule)
         for group in parts.optimizer.param_groups:
             group["lr"] = lr
@@ -151,8 +157,10 @@ class Session:
                 pipeline=parts.pipeline,
             )
         seconds = time.perf_counter() - begin_s
-        self._record(result, lr, seconds, self.observation.read())
+        precision = self.observation.read()
+        self._record(result, lr, seconds, precision)
         self._note_recipe()
+        return self.guard.end(result, precision)
 
     def _count_bytes(self, measured: SavedActivations | None) -> None:
         """Count bytes by role, in the first step and in those that are looked at."""
@@ -243,12 +251,12 @@ class Session:
 
     def _save(self, *, must_succeed: bool) -> None:
         """Write a checkpoint. Where the disk refuses it, warn and go on, unless it is the run's last word."""
-        self._end_save()
+        self.end_save()
         begin_s = time.perf_counter()
         asynchronous = self.config.save_async and not must_succeed
         try:
             self.journal.sync()  # the journal must never be behind a checkpoint
-            state = self.parts.state()
+            state = self.parts.state() | self.guard.state()
             saved = self.folder.save(
                 self.step, self.parts.model, self.parts.optimizer, asynchronous=asynchronous, **state
             )
@@ -262,7 +270,12 @@ class Session:
         else:
             self._note_saved(saved, self.step, begin_s)
 
-    def _end_save(self) -> None:
+    def save_now(self) -> None:
+        """Write a checkpoint, and wait for it; where the disk refuses it, warn and go on."""
+        self._save(must_succeed=False)
+        self.end_save()
+
+    def end_save(self) -> None:
         """Wait for the checkpoint that is being written beside training, and say whether it is there."""
         if self._saving is None:
             return
@@ -308,7 +321,7 @@ class Session:
         )
         return Result(**common)
 
-    def _take_in(self, contents: Contents) -> None:
+    def take_in(self, contents: Contents) -> None:
         """Rebuild from the journal what follows from the steps before the checkpoint."""
         try:
             for row in contents.of_kind("step"):
