@@ -80,6 +80,9 @@ class TrainConfig:
         name: the run's folder below `runs_dir`; left out: made from model, recipe and time.
         runs_dir: folder of all runs.
         tensorboard: also write TensorBoard event files.
+        trackio: also log to trackio, which goes by its own settings.
+        wandb: also log to Weights & Biases, which goes by its own settings, e.g. WANDB_MODE=offline.
+        project: what trackio and Weights & Biases file the run under.
         sample_prompt: the text to continue at the end of the run.
         sample_tokens: tokens to write at the end; 0: none.
     """
@@ -117,6 +120,9 @@ class TrainConfig:
     name: str | None = None
     runs_dir: str = "runs"
     tensorboard: bool = False
+    trackio: bool = False
+    wandb: bool = False
+    project: str = "narrowgauge"
     sample_prompt: str = "def "
     sample_tokens: int = 64
 
