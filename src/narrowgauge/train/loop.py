@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from narrowgauge.train.restart import Launch, interrupted_run
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.session import Session
 from narrowgauge.train.signals import Interruption
-from narrowgauge.train.tensorboard import with_tensorboard
+from narrowgauge.train.sinks import with_sinks
 
 
 def run(config: TrainConfig, on_event: OnEvent = ignore, launch: Launch | None = None) -> Result:
@@ -95,9 +96,8 @@ def _with_all_values(config: TrainConfig) -> TrainConfig:
 
 def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int | None, ranks: Ranks) -> Result:
     on_event = on_event if ranks.is_first else ignore
-    with with_tensorboard(
-        on_event, folder.path / "tensorboard" if config.tensorboard and ranks.is_first else None
-    ) as listener:
+    sinks = with_sinks(on_event, config, folder.path) if ranks.is_first else nullcontext(on_event)
+    with sinks as listener:
         parts = assemble(config, lambda what: listener(events.Preparing(step=0, what=what)), ranks)
         if ranks.is_first and (start is None or not folder.tokenizer.exists()):
             # the model means nothing without it, and the cache that it lies in may be cleared
