@@ -140,7 +140,8 @@ def line_chart(chart: Chart) -> str:
     lines += legend([line.name for line in chart.lines], LEFT)
     if chart.range:
         lines.append(f'<path class="range" d="{_band(chart.range, place)}"/>')
-        lines.append(f'<text class="note" x="{WIDTH - RIGHT}" y="87" text-anchor="end">{escape(chart.range_name)}</text>')
+        words = escape(chart.range_name)
+        lines.append(f'<text class="note" x="{WIDTH - RIGHT}" y="87" text-anchor="end">{words}</text>')
     lines += _axes(chart, place, (x0, x1), (y0, y1))
     for at, line in enumerate(chart.lines):
         if line.low:

@@ -133,7 +133,7 @@ def _losses(run: RunReader) -> list[Finding]:
             + ("Those steps were skipped." if skipped[is_bad].all() else "Not all of those steps were skipped.")
         )
         remedy = f"Look at the data of step {steps[first]:,}; then at the precision map just before it."
-        found.append(Finding(severity, "loss", "the loss was not finite", text, remedy, int(steps[first])))
+        found.append(Finding(severity, "loss", "The loss was not finite", text, remedy, int(steps[first])))
     ends = run.band_ends
     spikes = _streaks(np.isfinite(loss) & (loss > ends))
     if spikes:
@@ -146,7 +146,7 @@ def _losses(run: RunReader) -> list[Finding]:
             + ("the loss has not come back." if stays else "the loss came back.")
         )
         remedy = "Look what saturates or is flushed just before it; a lower learning rate or more warm-up helps most."
-        title = f"the loss left its band at step {steps[spikes[0][0]]:,}"
+        title = f"The loss left its band at step {steps[spikes[0][0]]:,}"
         found.append(Finding(SERIOUS if stays else LOOK, "loss", title, text, remedy, int(steps[spikes[0][0]])))
     return found
 
@@ -161,7 +161,7 @@ def _guarded(run: RunReader) -> list[Finding]:
     first = (acted or rows)[0]
     where = " of ".join(str(part) for part in (first.get("role"), first.get("layer")) if part)
     text = f"{said}. First, at step {first['step']:,}{f' for {where}' if where else ''}: {first.get('message', '')}"
-    title = f"the guard acted {len(acted):,} times" if acted else f"the guard warned {len(rows):,} times"
+    title = f"The guard acted {len(acted):,} times" if acted else f"The guard warned {len(rows):,} times"
     title = title.replace(" 1 times", " once")
     return [
         Finding(LOOK, "guard", title, text, "All of it stands under Guard, with its numbers.", first["step"],
@@ -218,23 +218,23 @@ def _against(run: RunReader, reference: RunReader | None) -> list[Finding]:
         f"{GAP_NATS} since step {beyond[-1][0]:,.0f}."
     )
     remedy = "Look for what came before in the precision map; `narrowgauge tune` finds which layers need more bits."
-    return [Finding(LOOK, "reference", f"validation loss above {reference.name}", text, remedy, int(beyond[-1][0]))]
+    return [Finding(LOOK, "reference", f"Validation loss above {reference.name}", text, remedy, int(beyond[-1][0]))]
 
 
 def _journal(run: RunReader) -> list[Finding]:
     found = []
     if run.all_problems:
         count = run.damaged
-        title = f"the journal has {count:,} damaged lines" if count else "the journal's last line is cut off"
+        title = f"The journal has {count:,} damaged lines" if count else "The journal's last line is cut off"
         found.append(Finding(LOOK if count else NOTE, "journal", title, " ".join(run.all_problems[:3]),
                              "What was left out is in no picture; all other lines are."))  # fmt: skip
     steps = run.steps["step"]
     if not len(steps):
-        found.append(Finding(NOTE, "journal", "no step yet", "The journal holds no step.", "Come back when it does."))
+        found.append(Finding(NOTE, "journal", "No step yet", "The journal holds no step.", "Come back when it does."))
     elif run.planned_steps is not None and steps[-1] < run.planned_steps:
         text = f"The last step in the journal is {steps[-1]:,}, of {run.planned_steps:,} in the configuration."
         remedy = "Where it does not run any more: `narrowgauge resume` goes on from its last checkpoint."
-        found.append(Finding(NOTE, "journal", "the run is not at its end", text, remedy, int(steps[-1])))
+        found.append(Finding(NOTE, "journal", "The run is not at its end", text, remedy, int(steps[-1])))
     if run.events_left_out:
         found.append(Finding(NOTE, "journal", f"{run.events_left_out:,} events are left out",
                              f"Only the first {len(run.events):,} are shown.", "All are in the journal."))  # fmt: skip

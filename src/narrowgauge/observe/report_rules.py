@@ -142,7 +142,7 @@ def _finding(
     if rule.relative:
         said = f"{worst} of {rule.what}{_expectation(spec)}, worst"
     else:
-        said = f"{'up to ' if tally.beyond[0, at] > 1 else ''}{worst} {rule.what}{_of_format(spec)}, worst"
+        said = f"{'Up to ' if tally.beyond[0, at] > 1 else ''}{worst} {rule.what}{_of_format(spec)}, worst"
     text = (
         f"{said} at step {tally.worst_step[at]:,}; first at step {since:,}, in {tally.beyond[0, at]:,} of "
         f"{tally.samples[at]:,} sampled steps{_ending(tally, at)}."
@@ -190,7 +190,7 @@ def _expectation(spec: Mapping[str, Any]) -> str:
 
 
 def _remedy(rule: str, cell: Cell, spec: Mapping[str, Any]) -> str:
-    wider = f'keep this layer wider: recipe.for_layers("{cell.layer}", {cell.role}="bf16")'
+    wider = f'keep this layer wide: recipe.for_layers("{cell.layer}", "bf16")'
     if cell.role not in ("input", "weight", "grad_output"):
         wider = f"take a recipe with a wider {cell.role} role (`narrowgauge chart` shows them)"
     if rule == "saturation":

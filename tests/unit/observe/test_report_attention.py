@@ -63,11 +63,11 @@ def test_case_16_saturation_by_a_stale_scale(tmp_path):
     assert (found.layer, found.role, found.measure) == ("blocks.0.mlp.up", "input", "saturated")
     assert found.title == "blocks.0.mlp.up: values of the input are cut off"
     assert found.text == (
-        "up to 63 % of its values were cut off at the largest that the format holds (E4M3FN, per tensor), worst at "
+        "Up to 63 % of its values were cut off at the largest that the format holds (E4M3FN, per tensor), worst at "
         "step 120; first at step 120, in 9 of 20 sampled steps, up to the last sample."
     )
     assert "delayed" in found.remedy and "fp8_current" in found.remedy
-    assert 'recipe.for_layers("blocks.0.mlp.up", input="bf16")' in found.remedy
+    assert 'recipe.for_layers("blocks.0.mlp.up", "bf16")' in found.remedy
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_what_the_guard_did(tmp_path):
     with (folder / "journal.jsonl").open("ab") as file:
         file.write(encode(row))
     found = next(each for each in attention(RunReader(folder)) if each.rule == "guard")
-    assert found.title == "the guard acted once" and "up is wider" in found.text and found.step == 60
+    assert found.title == "The guard acted once" and "up is wider" in found.text and found.step == 60
 
 
 @pytest.mark.parametrize(("offset", "fires"), [(0.0, False), (0.2, True)])
