@@ -142,6 +142,44 @@ def test_mt_bench_draws_by_the_temperature_of_each_category(model: Path, tmp_pat
     assert found[0][1:] == found[2][1:]  # math: the likeliest
 
 
+def test_a_question_longer_than_the_context_loses_no_other_answer(model: Path, tmp_path: Path, capsys) -> None:
+    long = "a" * 200  # of 128
+    questions = [
+        QUESTIONS[0],
+        {"question_id": 7, "category": "math", "turns": [long, "And then?"]},
+        {"question_id": 8, "category": "math", "turns": ["1 + 1?", long]},
+        QUESTIONS[1],
+    ]
+    path = write_lines(tmp_path / "question.jsonl", questions)
+    assert batch(model, path, tmp_path / "a.jsonl", "--temperature", "0") == 1
+    error = capsys.readouterr().err
+    assert "2 of 4 questions could not be answered" in error
+    assert "question_id 7, turn 1: expected fewer than 128 tokens" in error and "question_id 8, turn 2" in error
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    for line in lines:
+        validate(line, MT_BENCH)
+    turns = [line["choices"][0]["turns"] for line in lines]
+    assert turns[1] == ["ERROR", "ERROR"] and turns[2][1] == "ERROR"
+    for found, question in ((turns[0], QUESTIONS[0]), (turns[2], questions[2]), (turns[3], QUESTIONS[1])):
+        assert found[0] == greedy(model, [turn("user", question["turns"][0])]) != "ERROR"
+
+    (tmp_path / "alpaca_eval.json").write_text(json.dumps([{"instruction": long}, *INSTRUCTIONS]))
+    assert batch(model, tmp_path / "alpaca_eval.json", tmp_path / "out.json") == 1
+    assert "question 1, turn 1: expected fewer than 128 tokens" in capsys.readouterr().err
+    written = json.loads((tmp_path / "out.json").read_text())
+    validate(written, ALPACA_EVAL)
+    assert written[0]["output"] == "" and [bool(record["output"]) for record in written[1:]] == [True] * 5
+
+
+def test_a_question_near_the_end_of_the_context_leaves_the_others_their_room(model: Path, tmp_path: Path) -> None:
+    near = "b" * 106  # with its template 125 tokens of 128
+    (tmp_path / "alpaca_eval.json").write_text(json.dumps([{"instruction": near}, *INSTRUCTIONS]))
+    assert batch(model, tmp_path / "alpaca_eval.json", tmp_path / "out.json") == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    for record in written[1:]:
+        assert record["output"] == greedy(model, [turn("user", record["instruction"])])
+
+
 def test_a_prompt_is_continued_or_answered(model: Path, run: Path, capsys) -> None:
     assert main(["generate", str(model), "--prompt", "1 + 1?", "--chat", "--temperature", "0", "--tokens", "6"]) == 0
     assert capsys.readouterr().out == greedy(model, [turn("user", "1 + 1?")]) + "\n"

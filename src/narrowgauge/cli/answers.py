@@ -13,7 +13,7 @@ from typing import Any
 from narrowgauge.cli.arguments import Parser
 from narrowgauge.cli.console import print_json, print_table
 from narrowgauge.cli.finetune import prepare_libraries
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.integrations.finetune_config import FinetuneConfig, RewardConfig, SFTConfig
 from narrowgauge.integrations.finetune_run import FinetuneRun
 from narrowgauge.recipes.library import recipe as recipe_named
@@ -199,7 +199,7 @@ def _answer_batch(
     arguments: argparse.Namespace, config: FinetuneConfig | None, source: Path, recipe: Recipe | None, sampling: Any
 ) -> int:
     from narrowgauge.data.questions import Benchmark, read_questions
-    from narrowgauge.integrations.answers import Writer, answers
+    from narrowgauge.integrations.answers import UNANSWERED, Writer, answers
     from narrowgauge.integrations.finetune_models import check_chat_template
 
     output = Path(arguments.output)
@@ -211,7 +211,7 @@ def _answer_batch(
     loaded = _load(arguments, config, source, recipe)
     check_chat_template(loaded.tokenizer, arguments.run)
     name = arguments.name or Path(arguments.run).resolve().name
-    written = answers(Writer(loaded, sampling), questions, name, _progress("answers"))
+    written, unanswered = answers(Writer(loaded, sampling), questions, name, _progress("answers"))
     if questions.benchmark is Benchmark.ALPACA_EVAL:
         text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
     else:
@@ -220,6 +220,11 @@ def _answer_batch(
 
     write_file(output, text)
     print(f"wrote {output}: {len(written)} answers in {questions.benchmark}'s format, as {name!r}")
+    if unanswered:
+        raise DataError(
+            f"{len(unanswered)} of {len(written)} questions could not be answered, and have "
+            f"{UNANSWERED[questions.benchmark]!r} in {output}: {'; '.join(unanswered)}"
+        )
     return 0
 
 

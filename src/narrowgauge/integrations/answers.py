@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,9 @@ MT_BENCH_TEMPERATURES = {
     "humanities": 0.1,
 }  # fmt: skip
 _OTHER_TEMPERATURE = 0.7
+# as their own programs write where a model fails: FastChat's gen_model_answer, and AlpacaEval's decoders, for a prompt
+# that is longer than the context
+UNANSWERED = {Benchmark.MT_BENCH: "ERROR", Benchmark.ALPACA_EVAL: ""}
 Messages = list[dict[str, str]]
 
 
@@ -51,17 +54,19 @@ class Writer:
     def write(self, texts: Sequence[str], temperature: float) -> list[str]:
         """What follows each text. Raises DataError for a text without a token, or as long as the model's context."""
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        longest, context = max(map(len, rows)), context_of(self.model)
         if not all(rows):
             raise DataError("expected a prompt of at least one token, found an empty one: give it text")
-        if context is not None and longest >= context:
-            at = next(at for at, row in enumerate(rows) if len(row) >= context)
-            raise DataError(
-                f"{texts[at]!r:.60}: expected fewer than {context} tokens, the model's context, found {len(rows[at])}: "
-                "leave it out; where an earlier answer is what is long, lower tokens"
-            )
-        room = self.sampling.tokens if context is None else min(self.sampling.tokens, context - longest)
-        pad = self.tokenizer.pad_token_id
+        context, tokens = context_of(self.model), self.sampling.tokens
+        for text, row in zip(texts, rows, strict=True):
+            if context is not None and len(row) >= context:
+                raise DataError(f"{text!r:.60}: {_too_long(len(row), context)}")
+        if context is None or max(map(len, rows)) + tokens <= context:
+            return self._write(rows, tokens, temperature)
+        # texts near the context's end have less room, and are no reason to give the others less
+        return [self._write([row], min(tokens, context - len(row)), temperature)[0] for row in rows]
+
+    def _write(self, rows: Sequence[list[int]], room: int, temperature: float) -> list[str]:
+        longest, pad = max(map(len, rows)), self.tokenizer.pad_token_id
         device = self.model.device
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -78,29 +83,63 @@ class Writer:
 
     def answer(self, conversations: Sequence[Messages], temperature: float) -> list[str]:
         """The assistant's next turn of each conversation, without blanks around it."""
-        texts = [
-            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            for messages in conversations
-        ]
-        return [text.strip() for text in self.write(texts, temperature)]
+        return [text.strip() for text in self.write(list(map(self._templated, conversations)), temperature)]
+
+    def problem(self, conversation: Messages) -> str | None:
+        """Why a conversation cannot be answered: it leaves no room in the model's context; else None."""
+        context = context_of(self.model)
+        length = len(self.tokenizer(self._templated(conversation), add_special_tokens=False)["input_ids"])
+        return None if context is None or length < context else _too_long(length, context)
+
+    def _templated(self, conversation: Messages) -> str:
+        return self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+
+
+def _too_long(length: int, context: int) -> str:
+    return (
+        f"expected fewer than {context} tokens, the model's context, found {length}: leave it out; where an earlier "
+        "answer is what is long, lower tokens"
+    )
+
+
+class Answers(NamedTuple):
+    """A record for each question, in order; and what could not be answered, in words. Its text in the records is
+    `UNANSWERED`, and that of the turns after it."""
+
+    records: list[dict[str, Any]]
+    unanswered: list[str]
 
 
 def answers(
     writer: Writer, questions: Questions, name: str, on_progress: Callable[[int, int], None] = lambda done, all_: None
-) -> list[dict[str, Any]]:
-    """A record for each question, in order. name: what the model is called there.
+) -> Answers:
+    """All questions, answered by one model. name: what the model is called there.
 
     on_progress: called with answers that are there and answers in all.
     """
     said: dict[int, list[str]] = {at: [] for at in range(len(questions.questions))}
     total = sum(len(question.turns) for question in questions.questions)
+    failed: dict[int, str] = {}
     for rows, turn, temperature in _batches(questions, writer.sampling):
-        conversations = [_conversation(questions.questions[at], said[at], turn) for at in rows]
-        for at, text in zip(rows, writer.answer(conversations, temperature), strict=True):
-            said[at].append(text)
+        conversations = {at: _conversation(questions.questions[at], said[at], turn) for at in rows if at not in failed}
+        for at, conversation in conversations.items():
+            problem = writer.problem(conversation)
+            if problem is not None:
+                failed[at] = f"{_called(questions.questions[at], at)}, turn {turn + 1}: {problem}"
+        due = [at for at in conversations if at not in failed]
+        texts = writer.answer([conversations[at] for at in due], temperature) if due else []
+        found = dict(zip(due, texts, strict=True))
+        for at in rows:
+            said[at].append(found.get(at, UNANSWERED[questions.benchmark]))
         on_progress(sum(map(len, said.values())), total)
     write = _alpaca_eval if questions.benchmark is Benchmark.ALPACA_EVAL else _mt_bench
-    return [write(question, said[at], name, writer.sampling.seed) for at, question in enumerate(questions.questions)]
+    records = [write(question, said[at], name, writer.sampling.seed) for at, question in enumerate(questions.questions)]
+    return Answers(records, [failed[at] for at in sorted(failed)])
+
+
+def _called(question: Question, at: int) -> str:
+    number = question.record.get("question_id")
+    return f"question {at + 1}" if number is None else f"question_id {number}"
 
 
 def _batches(questions: Questions, sampling: Sampling) -> Iterator[tuple[list[int], int, float]]:
