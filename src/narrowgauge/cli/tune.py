@@ -42,15 +42,17 @@ def tune(argv: Sequence[str]) -> int:
     if arguments.run is not None:
         rest = ["--config", str(RunFolder.open(arguments.run).config), *rest]
     _refuse(rest)
-    config, _ = parse_arguments(rest)
+    config = parse_arguments(rest).config
 
     from narrowgauge.recipes.files import recipe_text
     from narrowgauge.train.folder import write_file
     from narrowgauge.tune.picture import picture
+    from narrowgauge.tune.tuner import Start
     from narrowgauge.tune.tuner import tune as run_tuner
 
+    start = None if arguments.run is None else Start.of_run(arguments.run)
     with Reporter(as_json=arguments.json) as reporter:
-        found = run_tuner(config, options, reporter, arguments.run)
+        found = run_tuner(config, options, reporter, start)
     text = recipe_text(found.recipe, _comment(found, argv))
     if arguments.picture:
         write_file(Path(arguments.picture), picture(found, _title(found)))

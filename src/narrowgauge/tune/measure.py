@@ -1,10 +1,11 @@
 """Sensitivity of each layer to each choice: what the loss and the gradients of real batches lose by it alone.
 
 Two errors, in one unit. A cast in the forward pass raises the loss at once: the loss change, in nats. A wrong gradient
-costs steps: noise whose power is the share e^2 of the gradient's own adds to that of the batch, as if the batch were
-smaller by that share. Steps lost are nats lost, by the slope of the loss over the logarithm of the steps: so the whole
-is  max(loss change, 0) + slope * e^2.  That error in forward passes acts like a smaller model, and in backward passes
-like less data, is what Castro et al. 2025 (arXiv:2505.14669) find for training in FP4.
+costs steps: an error whose power is the share e^2 of the gradient's own raises the root mean square that Adam divides
+by, so that each step goes the share 1 / sqrt(1 + e^2) of its way, about e^2 / 2 less. Steps lost are nats lost, by the
+slope of the loss over the logarithm of the steps: the whole is  max(loss change, 0) + slope * e^2 / 2.  That error in
+forward passes acts like a smaller model, and in backward passes like less data, is what Castro et al. 2025
+(arXiv:2505.14669) find for training in FP4. It is a number to choose by; what training loses, short runs say.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class Effect:
 
         slope: nats that e times as many steps gain.
         """
-        cost = max(self.loss_change, 0.0) + slope * fmean(self.errors)
+        cost = max(self.loss_change, 0.0) + slope * fmean(self.errors) / 2
         return cost if math.isfinite(self.loss_change) and math.isfinite(cost) else math.inf
 
     def nats_error(self, slope: float) -> float:
         """The standard error of `nats`, from the spread over the batches."""
-        whole = [change + slope * error for change, error in zip(self.loss_changes, self.errors, strict=True)]
+        whole = [change + slope * error / 2 for change, error in zip(self.loss_changes, self.errors, strict=True)]
         return stdev(whole) / math.sqrt(len(whole)) if len(whole) > 1 else math.nan
 
     @property

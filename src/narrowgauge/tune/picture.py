@@ -9,8 +9,8 @@ from xml.sax.saxutils import escape
 from narrowgauge.observe.picture import RAMP, extent, number, opening, ticks
 from narrowgauge.tune.result import Tuned
 
-WIDTH, LEFT, RIGHT, TOP, PLOT = 1000, 84, 240, 92, 300
-KEY, ROW, MOST_CELL = 52, 48, 110  # heights of an entry of the key and of a row of the grid; width of a cell
+WIDTH, LEFT, RIGHT, TOP, PLOT = 1000, 84, 248, 92, 300
+KEY, ROW, MOST_CELL = 70, 48, 110  # heights of an entry of the key and of a row of the grid; width of a cell
 MILLI = 1e3
 
 
@@ -65,11 +65,11 @@ def _front(tuned: Tuned) -> list[str]:
 def _contender(at: int, name: str, predicted: float, measured: float) -> list[str]:
     """An entry of the key."""
     x, y = WIDTH - RIGHT + 24, TOP + 14 + KEY * at
-    told = [f"{_signed(predicted)} predicted"] + ([f"{_signed(measured)} measured"] if math.isfinite(measured) else [])
+    told = [f"predicted {_signed(predicted)}"] + ([f"measured {_signed(measured)}"] if math.isfinite(measured) else [])
     return [
         f'<circle class="c{at}" cx="{x}" cy="{y}" r="6"/>',
         f'<text x="{x + 14}" y="{y + 5}">{escape(name)}</text>',
-        f'<text class="note" x="{x + 14}" y="{y + 24}">{", ".join(told)}</text>',
+        *(f'<text class="note" x="{x + 14}" y="{y + 23 + 18 * n}">{line}</text>' for n, line in enumerate(told)),
     ]
 
 

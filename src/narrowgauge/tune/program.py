@@ -23,7 +23,8 @@ _INFEASIBLE = 2  # scipy's status
 
 @dataclass(frozen=True)
 class Problem:
-    """loss, bytes, time: [layers][choices], what each layer costs by each choice. wide: which choice is the wide one.
+    """loss, bytes, time: [layers][choices], what each layer costs by each choice: nats, bytes a token, and time as a
+    share of all layers wide. wide: which choice is the wide one. names: of the choices, for errors.
 
     A loss that is infinite or NaN forbids its choice.
     """
@@ -32,6 +33,7 @@ class Problem:
     bytes: Sequence[Sequence[float]]
     time: Sequence[Sequence[float]]
     wide: int = 0
+    names: Sequence[str] = ()
 
     @property
     def layers(self) -> int:
@@ -108,6 +110,12 @@ def front(problem: Problem, budget: Budget, along: str, points: int = POINTS) ->
     return kept
 
 
+def check(problem: Problem, budget: Budget) -> None:
+    """Raise ConfigError where nothing meets the budget, whatever is lost: before anything has been measured."""
+    if _minimum(problem, [[0.0] * problem.choices] * problem.layers, budget) is None:
+        raise ConfigError(_nearest(problem, budget))
+
+
 def _minimum(
     problem: Problem, objective: Sequence[Sequence[float]], budget: Budget, most_loss: float | None = None
 ) -> list[int] | None:
@@ -148,20 +156,27 @@ def _minimum(
 
 def _nearest(problem: Problem, budget: Budget) -> str:
     """What of the budget cannot be met, and how near one can come to it."""
-    for name, unit in (("bytes", "bytes"), ("time", "multiply-adds")):
+    for name, words in (("bytes", "bytes a token"), ("time", "of the time of all layers wide")):
         limit = getattr(budget, name)
         if limit is None:
             continue
-        others = Budget(**{**vars(budget), name: None})
-        least = _minimum(problem, getattr(problem, name), others)
+        least = _minimum(problem, getattr(problem, name), Budget(**{**vars(budget), name: None}))
         if least is not None:
+            size = problem.total(getattr(problem, name), least)
             return (
-                f"{name}={limit:g}: expected a budget that the choices can meet, the least is "
-                f"{problem.total(getattr(problem, name), least):g} {unit}: raise {name}, or add a narrower choice"
+                f"a budget of {limit:.6g} {words}: expected one that can be met; the nearest is {size:.6g}"
+                f"{_in_words(problem, least)}: raise it, or add a narrower choice"
             )
     return (
-        f"{budget}: expected a budget that the choices can meet, found that no choice does: raise wide_layers or both"
+        "the budgets together: expected some that can be met, found that no choice of the layers meets them: raise one, or "
+        "allow more wide layers"
     )
+
+
+def _in_words(problem: Problem, chosen: Sequence[int]) -> str:
+    counts = {name: sum(at == number for at in chosen) for number, name in enumerate(problem.names)}
+    told = [f"{count} in {name}" for name, count in counts.items() if count]
+    return f", with {', '.join(told)}" if told else ""
 
 
 def _scipy_optimize() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,11 @@ import torch
 
 from narrowgauge.data.loader import BatchStream
 from narrowgauge.data.prepare import Dataset, prepare_data
-from narrowgauge.errors import CheckpointError, ConfigError
+from narrowgauge.errors import ConfigError
 from narrowgauge.models.gpt import GPT
 from narrowgauge.observe.journal import Journal
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.spec import STATE_ROLES, Recipe
-from narrowgauge.train.assemble import build_model
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.trained import Trained
 from narrowgauge.tune import program
@@ -25,23 +25,36 @@ from narrowgauge.tune.measure import Batch, Costs, Measured, costs_of, measure, 
 from narrowgauge.tune.options import OnProgress, Options, Progress, ignore
 from narrowgauge.tune.program import Budget, Point, Problem
 from narrowgauge.tune.result import HAND, TUNED, Contender, Tuned
-from narrowgauge.tune.verify import ShortRun, Weights, for_short_runs, short_run, weights_of
+from narrowgauge.tune.verify import ShortRun, Weights, for_short_runs, model_with, short_run, weights_of
 
 _ORDER_SEED = 7919  # of the measured batches' order: another one than that of the runs
 
 
-def tune(
-    config: TrainConfig, options: Options, on_progress: OnProgress = ignore, run: Path | str | None = None
-) -> Tuned:
+@dataclass(frozen=True)
+class Start:
+    """A model that has learnt already. slope: nats that e times as many steps gain, see `measure.slope_of`."""
+
+    weights: Weights
+    slope: float
+
+    @classmethod
+    def of_run(cls, run: Path | str) -> Start:
+        """Of a finished run: its weights with all their digits, and the slope of its losses."""
+        trained = Trained.open(run, device="cpu", prepared=False)
+        steps = Journal(trained.folder.path).steps
+        return cls(weights_of(trained.model), slope_of(list(steps["loss"])))
+
+
+def tune(config: TrainConfig, options: Options, on_progress: OnProgress = ignore, start: Start | None = None) -> Tuned:
     """Choose a precision for each linear layer of the model, within the budget, and verify the choice.
 
     Everything but the layers' products is as the configuration's recipe has it: storage, states, what is sent. The
-    model is warmed up by a short run with all layers wide; or is that of a finished `run`. Layers are then measured one
-    by one on training text, choices solved for, and each contender trained for `options.steps` steps from the same
-    weights on the same batches; held-out text, which none of this has read, decides. Nothing is written.
+    model is warmed up by a short run with all layers wide, or begins as `start`. Layers are then measured one by one on
+    training text, choices solved for, and each contender trained for `options.steps` steps from the same weights on the
+    same batches; held-out text, which none of this has read, decides. Nothing is written.
 
     Raises ConfigError for a budget that nothing meets (naming the nearest), a model without layers to choose for, too
-    little text, a run that is none; RecipeError for choices that do not exist; DataError for text that cannot be used.
+    little text; RecipeError for choices that do not exist; DataError for text that cannot be used.
     """
     begin_s = time.perf_counter()
     program.require()
@@ -51,41 +64,36 @@ def tune(
         torch.set_num_threads(config.threads)
     base = config.build_recipe().resolve(config.torch_device()).at(0)
     choices = {choice.name: choice for choice in choices_of(base, options.choices)}
-    start, slope = (None, 0.0) if run is None else _of_run(run)
     if start is None and options.steps < 2:
         raise ConfigError(
-            f"steps={options.steps}: expected at least 2 without a run: a model that has not learnt anything says "
+            f"steps={options.steps}: expected at least 2 without a start: a model that has not learnt anything says "
             "little; raise steps, or give a run"
         )
     dataset = prepare_data(config.data.build(), config.cache_dir, lambda what: on_progress(Progress(what, 0, 1)))
-    work = _Work(config, options, base, choices, dataset, start, on_progress)
+    work = _Work(config, options, base, choices, dataset, start and start.weights, on_progress)
+    model, layers, costs, tokens = work.look()
+    budget = _budget(_problem(layers, costs, tokens, choices), layers, options)
+    program.check(_problem(layers, costs, tokens, choices), budget)
     reference, warm = work.run(wide(base), "all layers wide", config.seed)
-    if start is None:
-        slope = slope_of(reference.losses)
-    layers, costs, measured, tokens = work.probe(warm if start is None else start)
-    problem = _problem(layers, list(choices), costs, measured, slope, tokens)
-    budget = _budget(problem, layers, options)
+    begun = start or Start(warm, slope_of(reference.losses))
+    model.load_state_dict(dict(begun.weights))
+    measured = work.measure(model, layers)
+    problem = _problem(layers, costs, tokens, choices, measured, begun.slope)
     chosen = program.solve(problem, budget)
     contenders = _contenders(problem, layers, list(choices), chosen, budget)
     work.verify(contenders, reference)
     recipe = recipe_of(base, contenders[TUNED].assignment, choices, options.name)
     front = program.front(problem, Budget(wide_layers=options.wide_layers), "bytes")
     return Tuned(
-        recipe, layers, list(choices), measured, costs, slope, tokens, front, contenders, time.perf_counter() - begin_s
-    )
+        recipe, layers, list(choices), measured, costs, begun.slope, tokens, front, contenders,
+        time.perf_counter() - begin_s,
+    )  # fmt: skip
 
 
 def _check(config: TrainConfig) -> None:
     for key, refused in (("parallel", config.parallel.ranks > 1), ("switches", bool(config.switches))):
         if refused:
             raise ConfigError(f"{key}: expected one process and one recipe to tune with: leave {key} out")
-
-
-def _of_run(run: Path | str) -> tuple[Weights, float]:
-    """Weights of a finished run, with all their digits, and the slope of its loss."""
-    trained = Trained.open(run, device="cpu", prepared=False)
-    steps = Journal(trained.folder.path).steps
-    return weights_of(trained.model), slope_of(list(steps["loss"]))
 
 
 @dataclass
@@ -110,39 +118,35 @@ class _Work:
             lambda step, loss: self.on_progress(Progress(text, step, steps)),
         )  # fmt: skip
 
-    def probe(self, weights: Weights) -> tuple[list[str], dict[tuple[str, str], Costs], Measured, int]:
-        """(layers, what they take, what they lose, tokens of a micro-batch)."""
-        model = self._converted(weights)
+    def look(self) -> tuple[GPT, list[str], dict[tuple[str, str], Costs], int]:
+        """(model to measure, layers, what they take, tokens of a micro-batch).
+
+        Its parameters and gradients are in float32, so that nothing but the products is measured.
+        """
+        # what is recomputed is not kept, and could not be counted
+        config = dataclasses.replace(self.config, activation_checkpointing=False)
+        model = model_with(config, self.dataset, self.start)
         narrowest = min((c for c in self.choices.values() if not c.is_wide), key=lambda c: c.relative_time)
         layers = tunable(model, narrowest)
-        length = self.config.sequence_length or model.config.context
-        (whole,) = self._batches(self.config.batch_size, length, 1)
-        costs = costs_of(model, layers, self.choices, whole)
-        batches = self._batches(self.options.batch_size, length, self.options.batches)
+        plain = Recipe()
+        prepare(model, None, wide(self.base).replace(**{role: getattr(plain, role) for role in STATE_ROLES}))
+        model.train()
+        self._batches(self.options.batch_size, self.options.batches)  # too little text is found at once
+        (whole,) = self._batches(self.config.batch_size, 1)
+        return model, layers, costs_of(model, layers, self.choices, whole), whole[0].numel()
+
+    def measure(self, model: GPT, layers: Sequence[str]) -> Measured:
+        """What each layer loses by each choice."""
+        batches = self._batches(self.options.batch_size, self.options.batches)
         text = f"measuring {len(layers)} layers x {len(self.choices) - 1} choices on {len(batches)} batches"
-        measured = measure(
+        return measure(
             model, layers, self.choices, batches, self.config.seed,
             lambda done, total: self.on_progress(Progress(text, done, total)),
         )  # fmt: skip
-        return layers, costs, measured, whole[0].numel()
 
-    def _converted(self, weights: Weights) -> GPT:
-        """The model with parameters and gradients in float32, so that nothing but the products is measured."""
-        model = build_model(self.config, self.dataset.tokenizer.vocab_size)
-        model.activation_checkpointing = False  # what is recomputed is not kept, and could not be counted
-        try:
-            model.load_state_dict(dict(weights))
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"expected weights of the configured model, found others: {str(error).splitlines()[-1].strip()}: leave "
-                "the model's options out, so that they are the run's"
-            ) from error
-        plain = Recipe()
-        recipe = wide(self.base).replace(**{role: getattr(plain, role) for role in STATE_ROLES})
-        prepare(model.to(self.config.torch_device()), None, recipe)
-        return model.train()
-
-    def _batches(self, size: int, length: int, count: int) -> list[Batch]:
+    def _batches(self, size: int, count: int) -> list[Batch]:
+        context = self.config.model.build(self.dataset.tokenizer.vocab_size).context
+        length = self.config.sequence_length or context
         stream = BatchStream(self.dataset.train, size, length, self.config.seed + _ORDER_SEED)
         if size * count > stream.sequences_per_epoch:
             raise ConfigError(
@@ -171,15 +175,21 @@ class _Work:
 
 
 def _problem(
-    layers: Sequence[str], choices: Sequence[str], costs: Mapping[tuple[str, str], Costs], measured: Measured,
-    slope: float, tokens: int,
+    layers: Sequence[str], costs: Mapping[tuple[str, str], Costs], tokens: int, choices: Mapping[str, Choice],
+    measured: Measured | None = None, slope: float = 0.0,
 ) -> Problem:  # fmt: skip
-    """Losses in nats, bytes a token, time as a share of all layers wide."""
-    all_wide = sum(costs[layer, choices[0]].time for layer in layers)
+    """Losses in nats, 0 before they are measured; bytes a token; time as a share of all layers wide."""
+    names = list(choices)
+    all_wide = sum(costs[layer, names[0]].time for layer in layers)
+
+    def nats(layer: str, name: str) -> float:
+        return 0.0 if measured is None or choices[name].is_wide else measured.effects[layer, name].nats(slope)
+
     return Problem(
-        [[0.0, *(measured.effects[layer, c].nats(slope) for c in choices[1:])] for layer in layers],
-        [[costs[layer, c].bytes / tokens for c in choices] for layer in layers],
-        [[costs[layer, c].time / all_wide for c in choices] for layer in layers],
+        [[nats(layer, name) for name in names] for layer in layers],
+        [[costs[layer, name].bytes / tokens for name in names] for layer in layers],
+        [[costs[layer, name].time / all_wide for name in names] for layer in layers],
+        names=names,
     )
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from narrowgauge.data.loader import BatchStream
 from narrowgauge.data.prepare import Dataset
+from narrowgauge.errors import CheckpointError
+from narrowgauge.models.gpt import GPT
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.preparation import prepare
@@ -54,10 +56,7 @@ def short_run(
     """
     torch.manual_seed(config.seed)
     device = config.torch_device()
-    model = build_model(config, dataset.tokenizer.vocab_size)
-    if start is not None:
-        model.load_state_dict(dict(start))
-    model = model.to(device)
+    model = model_with(config, dataset, start)
     given = build_optimizer(model, config.optimizer)
     model, optimizer = prepare(model, given, recipe, offload=config.optimizer.offload, max_skips=config.max_skips)
     scaler = LossScaler(recipe, device.type, max_skips=config.max_skips)
@@ -75,6 +74,23 @@ def short_run(
         model, dataset, batch_size=config.batch_size, sequence_length=length, batches=config.eval_batches, device=device
     )
     return ShortRun(tuple(losses), found.loss), weights_of(model, optimizer)
+
+
+def model_with(config: TrainConfig, dataset: Dataset, weights: Weights | None) -> GPT:
+    """The configured model, plain, on its device, with these weights; None: the seed's.
+
+    Raises CheckpointError where they are another model's.
+    """
+    model = build_model(config, dataset.tokenizer.vocab_size)
+    if weights is not None:
+        try:
+            model.load_state_dict(dict(weights))
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"expected weights of the configured model, found others: {str(error).splitlines()[-1].strip()}: leave "
+                "the model's options out, so that they are the run's"
+            ) from error
+    return model.to(config.torch_device())
 
 
 def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:

@@ -1,0 +1,122 @@
+"""The integer program against every choice there is, and what it says where nothing meets the budget."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from narrowgauge.errors import ConfigError
+from narrowgauge.tune.program import Budget, Problem, check, front, point, solve
+
+
+def random_problem(seed: int, layers: int, choices: int) -> Problem:
+    """Losses that rise and bytes and times that fall from choice to choice, all integers / 64: exact in any order."""
+    random = np.random.default_rng(seed)
+    loss = np.cumsum(random.integers(0, 40, (layers, choices)), axis=1) / 64
+    loss[:, 0] = 0
+    size = np.cumsum(random.integers(0, 50, (layers, choices)), axis=1)[:, ::-1]
+    time = np.cumsum(random.integers(1, 9, (layers, choices)), axis=1)[:, ::-1] / 64
+    return Problem(loss.tolist(), size.tolist(), time.tolist())
+
+
+def every_choice(problem: Problem, budget: Budget) -> list[tuple[float, float, float]]:
+    """(loss, bytes, time) of all choices within the budget, by looking at each."""
+    found = []
+    for chosen in itertools.product(range(problem.choices), repeat=problem.layers):
+        sums = point(problem, chosen)
+        is_within = (
+            (budget.bytes is None or sums.bytes <= budget.bytes)
+            and (budget.time is None or sums.time <= budget.time)
+            and (budget.wide_layers is None or chosen.count(0) <= budget.wide_layers)
+            and math.isfinite(sums.loss)
+        )
+        if is_within:
+            found.append((sums.loss, sums.bytes, sums.time))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_the_best_of_all_choices_and_of_equals_the_smallest(seed: int) -> None:
+    problem = random_problem(seed, layers=5, choices=3)
+    sizes = [sum(column) for column in zip(*problem.bytes, strict=True)]
+    low, high = min(sizes), max(sizes)
+    times = sorted({point(problem, [at] * 5).time for at in range(3)})
+    for budget in (
+        Budget(bytes=low + (high - low) * 0.3),
+        Budget(bytes=low + (high - low) * 0.7, wide_layers=1),
+        Budget(time=times[0] + 0.4 * (times[-1] - times[0])),
+        Budget(bytes=low + (high - low) * 0.6, time=times[0] + 0.8 * (times[-1] - times[0])),
+        Budget(wide_layers=2),
+    ):
+        possible = every_choice(problem, budget)
+        if not possible:
+            with pytest.raises(ConfigError):
+                solve(problem, budget)
+            continue
+        found = solve(problem, budget)
+        best = min(possible)
+        assert (found.loss, found.bytes) == best[:2]
+        assert point(problem, found.chosen) == found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_beats_a_point_of_the_front_in_loss_and_bytes(seed: int) -> None:
+    problem = random_problem(seed, layers=4, choices=3)
+    possible = every_choice(problem, Budget())
+    points = front(problem, Budget(), "bytes")
+    for each in points:
+        assert not any(
+            loss <= each.loss and size <= each.bytes and (loss, size) != (each.loss, each.bytes)
+            for loss, size, _ in possible
+        )
+    assert [p.bytes for p in points] == sorted(p.bytes for p in points)
+    assert points[0].bytes == min(size for _, size, _ in possible) and points[-1].loss == 0
+
+
+def test_a_choice_whose_loss_is_not_finite_is_never_taken() -> None:
+    problem = Problem([[0.0, math.inf], [0.0, 1.0], [0.0, math.nan]], [[10, 1]] * 3, [[1, 0.5]] * 3)
+    assert solve(problem, Budget(bytes=21)).chosen == (0, 1, 0)
+    with pytest.raises(ConfigError, match="budget of 20 bytes a token: .* the nearest is 21: raise it"):
+        solve(problem, Budget(bytes=20))
+
+
+def test_a_budget_that_nothing_meets_names_the_nearest() -> None:
+    problem = Problem([[0.0, 1.0]] * 3, [[10, 4]] * 3, [[1.0, 0.25]] * 3)
+    with pytest.raises(
+        ConfigError, match=r"a budget of 11 bytes a token: expected one that can be met; the nearest is 12"
+    ):
+        solve(problem, Budget(bytes=11))
+    with pytest.raises(
+        ConfigError, match=r"0.5 of the time .* the nearest is 0.75: raise it, or add a narrower choice"
+    ):
+        solve(problem, Budget(time=0.5))
+    named = Problem([[0.0, 1.0]] * 3, [[10, 4]] * 3, [[1.0, 0.25]] * 3, names=("bf16", "nvfp4"))
+    with pytest.raises(ConfigError, match="the nearest is 12, with 3 in nvfp4"):
+        check(named, Budget(bytes=11, wide_layers=2))
+    check(named, Budget(bytes=12))
+    forced = Problem([[0.0, math.inf]] * 2, [[10, 4]] * 2, [[1.0, 0.5]] * 2)
+    with pytest.raises(ConfigError, match="the budgets together.*allow more wide layers"):
+        solve(forced, Budget(wide_layers=1))
+
+
+def test_numbers_of_any_size_are_solved() -> None:
+    losses = [[0.0, 1e-9 * at] for at in (3, 1, 2)]
+    problem = Problem(losses, [[2e12, 1e12]] * 3, [[1.0, 0.5]] * 3)
+    assert solve(problem, Budget(bytes=4e12)).chosen == (0, 1, 1)
+
+
+def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args, **options):
+        if name.partition(".")[0] == "scipy":
+            raise ImportError(name)
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"scipy is not installed.*pip install 'narrowgauge\[tune\]'"):
+        solve(Problem([[0.0, 1.0]], [[2, 1]], [[1, 0.5]]), Budget())
