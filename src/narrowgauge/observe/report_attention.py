@@ -37,7 +37,7 @@ def checked(run: RunReader) -> list[str]:
     window, spreads, floor = run.band
     return [
         sampling(run),
-        f"skipped steps: {SKIPS_IN_A_ROW} in a row or more with the loss scale at its smallest, or more than "
+        f"skipped steps: {_too_many(run)} in a row or more with the loss scale at its smallest, or more than "
         f"{SKIPPED_SHARE:.0%} of all steps; each parameter whose gradient was not finite",
         f"loss spikes: a loss above the band, which ends at median + max({spreads:g} spreads, {floor:g} nats) of the "
         f"{window} best losses in a row; losses that are not finite",
@@ -82,7 +82,8 @@ def _skips(run: RunReader) -> list[Finding]:
     stuck = stuck_last - stuck_first + 1
     share = float(skipped.mean())
     culprit, advice = _culprit(run)
-    if stuck >= SKIPS_IN_A_ROW:
+    ended_so = stuck_last == len(steps) - 1 and _streaks(skipped)[-1][0] <= stuck_last + 1 - _too_many(run)
+    if stuck >= _too_many(run) or (stuck and ended_so):
         until = "the end" if stuck_last == len(steps) - 1 else f"step {steps[stuck_last]:,}"
         scaled = f"the loss scale at its smallest, {smallest:g}" if is_scaled else "a loss scale of 1"
         text = (
@@ -103,6 +104,12 @@ def _skips(run: RunReader) -> list[Finding]:
         ]  # fmt: skip
     severity = SERIOUS if share > SKIPPED_SHARE else LOOK
     return [Finding(severity, "skipped steps", title, text, advice, int(steps[first]))]
+
+
+def _too_many(run: RunReader) -> int:
+    """Skips in a row at the smallest scale that are serious; no more than stop the run."""
+    most = run.config.get("max_skips")
+    return min(SKIPS_IN_A_ROW, most) if isinstance(most, int) and most > 0 else SKIPS_IN_A_ROW
 
 
 def _culprit(run: RunReader) -> tuple[str, str]:
