@@ -1,4 +1,4 @@
-"""The measuring scripts run, and the README says what their result files say."""
+"""The measuring scripts run, and the pages say what their result files say."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def checkout(tmp_path):
     """A copy of what `tables.py` reads and writes, with two results of one topic and one of another."""
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     shutil.copy(BENCHMARKS / "tables.py", tmp_path / "benchmarks")
-    (tmp_path / "README.md").write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/figures.md"):
+        (tmp_path / page).write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
     for name, figures in {
         "2026-01-01-cpu-speed": {"ratio": {"measured": 9.0, "at_most": 1.0}},
         "2026-02-01-cpu-speed": {"ratio": {"measured": 0.5, "at_most": 1.0}},
@@ -90,19 +92,25 @@ def run_tables(checkout: Path, *words: str) -> int:
 def test_the_table_has_the_newest_results_losses_among_the_wins(checkout):
     assert run_tables(checkout, "--check") == 1
     assert run_tables(checkout) == 0
-    text = (checkout / "README.md").read_text()
+    summary, text = ((checkout / page).read_text() for page in ("README.md", "docs/figures.md"))
     assert "| ratio | 0.500 | <= 1 | met |" in text
     assert "| gap | 0.500 | >= 1 | missed |" in text
     assert "| above | 0.500 | 0.1 to 0.4 | missed |" in text
     assert "| within | -0.010 | -0.03 to 0.03 | met |" in text
     assert "| lost | nan | <= 1 | missed |" in text
-    assert "9.000" not in text
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    assert "`2026-02-01-cpu-speed.json` (a CPU, 2 threads)" in text
+    assert "| x.py | 2 of 5 | [`x.py`](benchmarks/x.py) |" in summary
+    assert [line for line in summary.splitlines() if line.startswith("- ")] == [
+        "- gap: 0.500, goal >= 1",
+        "- above: 0.500, goal 0.1 to 0.4",
+        "- lost: nan, goal <= 1",
+    ]
+    for page in (summary, text):
+        assert "9.000" not in page and page.startswith("before\n") and page.endswith("after\n")
     assert run_tables(checkout, "--check") == 0
 
 
-def test_the_readme_says_what_the_result_files_say():
+def test_the_pages_say_what_the_result_files_say():
     done = run_script("tables", "--check")
     assert done.returncode == 0, done.stdout
 
