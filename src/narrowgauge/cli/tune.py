@@ -110,7 +110,7 @@ def _divided(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]
     own, others = [], []
     target = own
     for word in argv:
-        if word.startswith("-"):
+        if word.startswith("-") and not word[1:2].isdigit():
             target = own if word.partition("=")[0] in parser._option_string_actions else others
         target.append(word)
     return own, others

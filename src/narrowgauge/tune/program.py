@@ -168,8 +168,8 @@ def _nearest(problem: Problem, budget: Budget) -> str:
                 f"{_in_words(problem, least)}: raise it, or add a narrower choice"
             )
     return (
-        "the budgets together: expected some that can be met, found that no choice of the layers meets them: raise one, or "
-        "allow more wide layers"
+        "the budgets together: expected some that can be met, found that no choice of the layers meets them: raise "
+        "one, or allow more wide layers"
     )
 
 

@@ -37,9 +37,9 @@ class ShortRun:
 
     @property
     def last_loss(self) -> float:
-        """Mean training loss of the last steps."""
+        """Mean training loss of the last steps; NaN without any."""
         last = self.losses[-LAST:]
-        return sum(last) / len(last)
+        return sum(last) / len(last) if last else math.nan
 
 
 def short_run(

@@ -1,0 +1,60 @@
+"""`narrowgauge tune` refuses what cannot be tuned before anything is measured, and leaves no file behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.cli.main import main
+from narrowgauge.cli.tune import _divided, _parser
+
+
+def test_words_are_divided_between_tune_and_train() -> None:
+    words = ["runs/a", "--steps", "3", "--model.layers", "2", "--choices", "mxfp8", "nvfp4", "--recipe=bf16", "--json"]
+    own, others = _divided(words, _parser())
+    assert own == ["runs/a", "--steps", "3", "--choices", "mxfp8", "nvfp4", "--json"]
+    assert others == ["--model.layers", "2", "--recipe=bf16"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--bytes-per-token", "0"], "bytes_per_token=0.0: expected more than 0"),
+        (["--bytes-per-token", "-3"], "bytes_per_token=-3.0"),
+        (["--time-share", "nan"], "time_share=nan"),
+        (["--batches", "1"], "batches=1: expected at least 2"),
+        (["--steps", "0"], "expected at least 2 without a start"),
+        (["--choices", "fp8_curent"], "did you mean 'fp8_current'?"),
+        (["--choices", "bf16"], "casts no operand"),
+        (["--model.widht", "32"], "did you mean 'model.width'?"),
+        (["--model.layers", "0"], "layers=0: expected a whole number, at least 1"),
+        (["--output", "tuned.txt"], "ends in .yaml, .yml, .json"),
+        (["--output", "nowhere/tuned.yaml"], "expected a folder to write into, found none"),
+        (["--picture", "nowhere/tuned.svg"], "expected a folder to write into, found none"),
+        (["--name", "mine"], "--name: an option of train that tune has no use for"),
+        (["nothing"], "nothing: expected a run folder"),
+        (["--seeds", "two"], "invalid int value"),
+    ],
+)
+def test_wrong_words_exit_with_2(words, error, capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and error in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_is_not_replaced(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("precious")
+    assert main(["tune", "--output", str(path)]) == 2
+    assert "expected no such file yet, found one: choose another name, or give --force" in capsys.readouterr().err
+    assert path.read_text() == "precious"
+
+
+def test_the_help_names_every_budget(capsys) -> None:
+    assert main(["tune", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in ("--bytes-per-token", "--bytes-share", "--time-share", "--wide-layers", "--choices", "--picture"):
+        assert option in shown
