@@ -55,7 +55,11 @@ def _counted(histogram: Any) -> tuple[int, np.ndarray] | None:
     low, counts, zeros = histogram.get("low"), histogram.get("counts"), histogram.get("zeros", 0)
     if not isinstance(low, int) or not isinstance(counts, list) or not LOWEST <= low <= HIGHEST:
         return None
-    if len(counts) > HIGHEST - LOWEST or not all(isinstance(count, int | float) and count >= 0 for count in counts):
+    try:
+        values = np.array(counts, np.float64)
+    except (ValueError, TypeError):
         return None
-    total = sum(counts) + (zeros if isinstance(zeros, int | float) else 0)
-    return low, np.array(counts, np.float64).astype(np.float32) / np.float32(total or 1)
+    if values.ndim != 1 or len(values) > HIGHEST - LOWEST or not (values >= 0).all():
+        return None
+    total = values.sum() + (zeros if isinstance(zeros, int | float) else 0)
+    return low, (values / (total or 1)).astype(np.float32)
