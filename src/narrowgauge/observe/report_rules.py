@@ -15,6 +15,7 @@ from narrowgauge.observe.report_precision import Cell, PrecisionReader, Tally
 SERIOUS, LOOK, NOTE = "serious", "look", "note"
 SEVERITIES = (SERIOUS, LOOK, NOTE)
 OVER_AFTER = 3  # calm samples after which a trouble is over
+HARMLESS_DB = 3.0  # below what the format gives: what was flushed is little of the whole
 UNKNOWN_SQNR_DB = 25.0  # what a format that is no floating-point format is judged against
 ROLE_WORDS = {
     "input": "input", "weight": "weight", "grad_output": "gradient of its output", "grad": "gradient",
@@ -90,7 +91,8 @@ def thresholds() -> list[str]:
     """What the rules look for, in words, in the order in which they are tried."""
     return [
         "saturation: 0.1 % of a tensor's values or more cut off at the format's largest; from 1 % on it is serious",
-        "flushed: 10 % or more of the values that are not zero became zero in the cast; from 50 % on it is serious",
+        "flushed: 10 % or more of the values that are not zero became zero in the cast; from 50 % on it is serious; a "
+        "step less where the SQNR stays within 3 dB of what the format gives",
         "low SQNR: 10 dB or more below what the format gives (6.02 dB for each mantissa bit, and 14.1); from 20 dB on "
         f"it is serious; integers and unknown formats are judged against {UNKNOWN_SQNR_DB:.0f} dB",
         "lost updates: 25 % or more of a parameter's updates changed no bit of it; from 75 % on it is serious",
@@ -110,7 +112,10 @@ def _by_role(rule: CellRule, reader: PrecisionReader, specs: Mapping[Cell, Mappi
     tally = reader.tallies[rule.measure]
     groups: dict[tuple[str, str], list[int]] = {}
     for at in np.flatnonzero(tally.beyond[0]).tolist():
-        groups.setdefault((_severity(tally, at), reader.cells[at].role), []).append(at)
+        severity = _severity(tally, at)
+        if rule.name == "flushed" and _is_harmless(reader, at, specs):
+            severity = SEVERITIES[min(SEVERITIES.index(severity) + 1, len(SEVERITIES) - 1)]
+        groups.setdefault((severity, reader.cells[at].role), []).append(at)
     found = []
     for (severity, role), cells in groups.items():
         cells.sort(key=lambda at: tally.worst[at], reverse=not rule.worst_is_low)
@@ -123,6 +128,13 @@ def _severity(tally: Tally, at: int) -> str:
     if tally.beyond[1, at]:
         return LOOK if is_over else SERIOUS
     return NOTE if is_over else LOOK
+
+
+def _is_harmless(reader: PrecisionReader, at: int, specs: Mapping[Cell, Mapping[str, Any]]) -> bool:
+    """True where the SQNR of a cell is known and never lay clearly below what its format gives."""
+    expected = expected_sqnr_db(specs.get(reader.cells[at], {}).get("format"))
+    worst = reader.tallies["sqnr_db"].worst
+    return expected is not None and at < len(worst) and bool(worst[at] >= expected - HARMLESS_DB)
 
 
 def _finding(
@@ -147,6 +159,9 @@ def _finding(
         f"{said} at step {tally.worst_step[at]:,}; first at step {since:,}, in {tally.beyond[0, at]:,} of "
         f"{tally.samples[at]:,} sampled steps{_ending(tally, at)}."
     )
+    if rule.name == "flushed" and _is_harmless(reader, at, specs):
+        sqnr = amount("sqnr_db", reader.tallies["sqnr_db"].worst[at])
+        text += f" They are little of the whole: its SQNR was {sqnr} at worst, near the best of its format."
     more = f" and {len(cells) - 1:,} more" if len(cells) > 1 else ""
     return Finding(
         severity, rule.name, f"{cell.layer}{more}: {_headline(rule, role)}", text,
@@ -201,9 +216,10 @@ def _remedy(rule: str, cell: Cell, spec: Mapping[str, Any]) -> str:
             )
         return f"Look whether amax grows without end (then the learning rate is too high); else {wider}."
     if rule == "flushed":
+        exponents = "" if spec.get("format") == "E5M2" else ", or a format of more exponent bits (E5M2),"
         return (
-            "A few large values set the scale for all. Smaller blocks (fp8_block, mxfp8) or a format of more exponent "
-            f"bits (E5M2) keep small ones; or {wider}."
+            f"A few large values set the scale for all. Smaller blocks (fp8_block, mxfp8){exponents} keep small ones; "
+            f"or {wider}."
         )
     if rule == "low SQNR":
         return f"Look at its histogram: outliers, or values below the format's range. Smaller blocks help, or {wider}."

@@ -164,7 +164,7 @@ class RunReader:
             found = self.bad_parameters.setdefault(bad, [row["step"], row["step"], 0])
             found[1] = row["step"]
             found[2] += 1
-        if isinstance(row.get("statistics"), dict) and not self.has_layers:
+        if isinstance(row.get("statistics"), dict) and self.header.get("schema", 1) == 1:
             self.precision.add(row["step"], {ALL_LAYERS: row["statistics"]})
 
 

@@ -126,12 +126,19 @@ def test_losses_that_are_not_finite(tmp_path):
     assert (found.severity, found.step) == ("serious", 150) and "51 losses are infinite or NaN" in found.text
 
 
-@pytest.mark.parametrize(("flushed", "severity"), [(0.099, None), (0.1, "look"), (0.5, "serious")])
-def test_flushed_gradients(tmp_path, flushed, severity):
-    found = found_in(tmp_path / "run", change=cell("blocks.0.mlp.down", "grad_output", flushed=flushed))
+@pytest.mark.parametrize(
+    ("flushed", "sqnr_db", "severity"),
+    [(0.099, 20.0, None), (0.1, 20.0, "look"), (0.5, 20.0, "serious"), (0.1, 25.0, "note"), (0.5, 25.0, "look")],
+)
+def test_flushed_gradients(tmp_path, flushed, sqnr_db, severity):
+    """E5M2 gives 26.1 dB: at 25 dB what was flushed is little of the whole."""
+    change = cell("blocks.0.mlp.down", "grad_output", flushed=flushed, sqnr_db=sqnr_db)
+    found = found_in(tmp_path / "run", change=change)
     assert [(each.severity, each.rule) for each in found] == ([(severity, "flushed")] if severity else [])
     if severity:
         assert "gradient of its output" in found[0].title and "E5M2" in found[0].text
+        assert ("little of the whole: its SQNR was 25.0 dB" in found[0].text) == (sqnr_db == 25.0)
+        assert "E5M2" not in found[0].remedy  # it is that already
 
 
 @pytest.mark.parametrize(("below", "severity"), [(9.9, None), (10.1, "look"), (20.1, "serious")])

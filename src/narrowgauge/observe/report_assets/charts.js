@@ -68,8 +68,9 @@ function drawChart(spec, frame, readout) {
   for (const area of spec.areas || []) for (const [x, low, high] of area.points) { xs.push(x); ys.push(low, high); }
   for (const dots of spec.dots || []) for (const [x, y] of dots.points) { xs.push(x); ys.push(y); }
   if (spec.zero) ys.push(0);
-  let [x0, x1] = extent(xs, false), [y0, y1] = spec.range || extent(ys, spec.log);
-  [x0, x1] = [Math.min(...[x0 + 0.04 / 1.08 * (x1 - x0)]), x1 - 0.04 / 1.08 * (x1 - x0)]; // no room at the sides
+  let x0 = 0, x1 = 1;
+  const [y0, y1] = spec.range || extent(ys, spec.log);
+  [x0, x1] = xs.length ? [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))] : [0, 1]; // no room at the sides
   const X = (x) => PAD.left + (width - PAD.left - PAD.right) * (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5);
   const scaleY = spec.log ? (y) => Math.log(Math.max(y, 1e-300) / y0) / Math.log(y1 / y0) : (y) => (y - y0) / (y1 - y0);
   const Y = (y) => height - PAD.bottom - (height - PAD.top - PAD.bottom) * Math.min(1.02, Math.max(-0.02, scaleY(y)));

@@ -91,7 +91,9 @@ class PrecisionMap {
   }
   rows() {
     const wanted = this.filter.trim().toLowerCase();
-    let rows = this.data.layers.map((name, layer) => ({ name, layer })).filter(({ name }) => name.toLowerCase().includes(wanted));
+    const rowOf = this.measures.get(this.measure).rowOf;
+    let rows = this.data.layers.map((name, layer) => ({ name, layer })).filter(({ name, layer }) =>
+      name.toLowerCase().includes(wanted) && this.data.roles.some((_, role) => rowOf.has(this.cellOf(layer, role))));
     if (this.order === "worst") {
       const sign = this.isLow() ? 1 : -1;
       const worst = ({ layer }) => Math.min(...this.data.roles.map((_, role) => {
