@@ -125,9 +125,38 @@ def test_what_the_casts_did_is_logged_with_the_loss(tmp_path: Path) -> None:
     assert counted == [2, 4]
     assert all(0 <= row[key] <= 1 for row in trainer.state.log_history for key in row if key.startswith("flushed/"))
     row = next(row for row in trainer.state.log_history if "flushed/weight" in row)
-    assert {key for key in row if "/" in key} == {
-        f"{measure}/{role}" for measure in ("saturated", "flushed") for role in ("input", "weight", "grad_output")
+    assert {key for key in row if "/" in key} == {"zero/grad"} | {
+        f"{what}/{role}" for what in ("saturated", "flushed", "sqnr_db") for role in ("input", "weight", "grad_output")
     }
+    assert 20 < row["sqnr_db/grad_output"] < row["sqnr_db/weight"] < 35
+
+
+def test_a_journal_for_the_report_lies_in_the_output_directory_and_a_resumed_run_goes_on_with_it(
+    tmp_path: Path,
+) -> None:
+    run = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+
+    def make() -> Trainer:
+        return Trainer(llama(), run, train_dataset=Lines(), recipe="narrow8", statistics_every=1)
+
+    whole = make()
+    whole.train()
+    journal = ng.observe.Journal(tmp_path)
+    assert journal.header["recipe"]["name"] == "narrow8" and journal.header["formats"] and journal.header["environment"]
+    assert journal.steps["step"].tolist() == [1, 2, 3, 4] and not journal.problems
+    assert journal.steps["loss"].tolist() == losses(whole) and not journal.steps["skipped"].any()
+    rows = list(journal.of_kind("precision"))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    roles = {role for row in rows for of in row["layers"].values() for role in of}
+    assert roles == {"input", "weight", "grad_output", "grad", "exp_avg", "exp_avg_sq", "param"}
+    assert [row["step"] for row in journal.of_kind("histograms")] == [4]
+    (sizes,) = journal.of_kind("bytes")
+    assert sizes["step"] == 1 and sizes["roles"]["grad"] > 0 and sizes["parameters"] > 0
+    make().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = ng.observe.Journal(tmp_path)
+    assert [row["step"] for row in resumed.of_kind("resumed")] == [2]
+    assert resumed.steps["step"].tolist() == [1, 2, 3, 4]
+    assert list(resumed.of_kind("precision")) == rows  # the same bits
 
 
 def test_an_error_in_a_step_leaves_gradients_that_the_next_run_can_use(tmp_path: Path) -> None:

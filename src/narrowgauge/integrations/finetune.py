@@ -20,6 +20,7 @@ import torch
 import narrowgauge
 from narrowgauge.data.conversations import Records, check_records
 from narrowgauge.errors import ConfigError, DataError
+from narrowgauge.integrations.callback_journal import CallbackJournal
 from narrowgauge.integrations.finetune_config import FinetuneConfig, PPOConfig
 from narrowgauge.integrations.finetune_events import Ended, Noted
 from narrowgauge.integrations.finetune_export import export_directory
@@ -173,6 +174,7 @@ def _fit(config: FinetuneConfig, folder: FinetuneRun, work: Any, watch: Watch) -
 def _by_trainer(config: FinetuneConfig, trainer: Any, watch: Watch) -> tuple[int, int]:
     """Train, and evaluate at the end; (last step, steps that were asked for)."""
     start = watch.resumed_from
+    trainer.recipe_callback.journal = CallbackJournal(watch.journal, owns_steps=False)
     with watch.interruption:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         step, steps = trainer.state.global_step, trainer.state.max_steps

@@ -78,6 +78,12 @@ def renew(model: nn.Module) -> None:
             gradients.widen(p)
 
 
+def recipe_of(model: nn.Module) -> Recipe | None:
+    """The recipe by which `install` keeps gradients of `model`, or of a module in it; None where it was not called."""
+    found = (module.__dict__.get(_ATTRIBUTE) for module in model.modules())
+    return next((gradients.recipe for gradients in found if gradients is not None), None)
+
+
 def casts_alone(model: nn.Module) -> bool:
     """True where this process casts the gradients of `model` itself: `install` has given them a narrow or scaled format
     and no sink."""

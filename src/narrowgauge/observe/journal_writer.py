@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.observe.journal_rows import SCHEMA, Row, encode
+from narrowgauge.observe.journal_rows import SCHEMA, Row, decode, encode
 
 
 class JournalWriter:
@@ -30,6 +30,16 @@ class JournalWriter:
         """Append one row. Raises OSError where the disk is full; the row is then tried again with the next one."""
         self._pending.append(encode({"kind": kind, **fields}))
         self.flush()
+
+    def complete_header(self, header: Row) -> None:
+        """Write the header anew with more fields, where no row has followed it yet. Raises OSError."""
+        self.flush()
+        lines = self.path.read_bytes().splitlines()
+        if len(lines) == 1:
+            assert self._descriptor is not None
+            line = encode({**decode(lines[0]), **header})
+            os.ftruncate(self._descriptor, 0)  # it appends: at the new end
+            _write_all(self._descriptor, line)
 
     def flush(self) -> None:
         """Write rows that are still waiting. Raises OSError where the disk refuses them."""

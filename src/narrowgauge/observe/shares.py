@@ -23,3 +23,15 @@ def shares_by_role(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> d
         role: {measure: sum(found[measure] for found in all_found) / len(all_found) for measure in MEASURES}
         for role, all_found in by_role.items()
     }
+
+
+def worst_by_role(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """{role: {measure: value}}: of the layers' values the lowest sqnr_db, and the largest of all other measures."""
+    found: dict[str, dict[str, float]] = {}
+    for roles in layers.values():
+        for role, measures in roles.items():
+            worst = found.setdefault(role, {})
+            for measure, value in measures.items():
+                choose = min if measure == "sqnr_db" else max
+                worst[measure] = choose(worst.get(measure, value), value)
+    return found

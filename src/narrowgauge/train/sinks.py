@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from narrowgauge.errors import ConfigError
+from narrowgauge.observe.shares import worst_by_role
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.events import Evaluated, Event, OnEvent, StepDone
-
-# of the layers' values of a measure, the one that is the worst
-_WORST: dict[str, Callable[[list[float]], float]] = {"sqnr_db": min}
 
 
 class Sink(Protocol):
@@ -72,19 +70,10 @@ def figures_of(event: Event) -> dict[str, float]:
     for role, measures in (event.statistics or {}).items():
         figures |= {f"casts/{role}/{measure}": share for measure, share in measures.items()}
     if event.precision is not None:
-        figures |= worst_by_role(event.precision)
+        for role, measures in worst_by_role(event.precision).items():
+            figures |= {f"worst/{role}/{measure}": value for measure, value in measures.items()}
         figures |= {f"bytes/{role}": size for role, size in (event.bytes_by_role or {}).items()}
     return figures
-
-
-def worst_by_role(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """{"worst/ROLE/MEASURE": value}: the lowest sqnr_db, and the largest of all other measures, over the layers."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for roles in layers.values():
-        for role, measures in roles.items():
-            for measure, value in measures.items():
-                found.setdefault((role, measure), []).append(value)
-    return {f"worst/{role}/{measure}": _WORST.get(measure, max)(values) for (role, measure), values in found.items()}
 
 
 class _TensorBoard:
