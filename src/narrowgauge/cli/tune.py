@@ -96,6 +96,7 @@ def _parser() -> Parser:
     parser.add_argument("--bytes-share", type=float, metavar="X", help="the same, as a share of all layers wide")
     parser.add_argument("--time-share", type=float, metavar="X", help="most time of products, as a share of all wide")
     parser.add_argument("--wide-layers", type=int, metavar="N", help="most layers in the compute dtype")
+    parser.add_argument("--hand-rule", metavar="RULE", help="without a budget: the ends' layers (default) or blocks")
     parser.add_argument("--batches", type=int, metavar="N", help="of the measurement; default 4")
     parser.add_argument("--probe-batch-size", type=int, metavar="N", help="sequences in each of them; default 4")
     parser.add_argument("--steps", type=int, metavar="N", help="of each short run; default 100; 0, with RUN: only read")
@@ -124,6 +125,7 @@ def _options(arguments: Namespace) -> Options:
         "bytes_per_token": arguments.bytes_per_token, "bytes_share": arguments.bytes_share,
         "time_share": arguments.time_share, "wide_layers": arguments.wide_layers, "steps": arguments.steps,
         "batch_size": arguments.probe_batch_size, "seeds": arguments.seeds, "name": arguments.recipe_name,
+        "hand_rule": arguments.hand_rule,
     }  # fmt: skip
     return Options(**{key: value for key, value in given.items() if value is not None})
 

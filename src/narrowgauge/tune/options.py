@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from narrowgauge.errors import ConfigError
+from narrowgauge.errors import ConfigError, closest
 from narrowgauge.tune.choices import DEFAULT_CHOICES
 from narrowgauge.tune.measure import LEAST_BATCHES
+
+HAND_RULES = ("layers", "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ class Options:
     choices: named recipes whose casts a layer may take, beside the compute dtype. bytes_per_token: most bytes that the
     layers keep for backward, a token; bytes_share, time_share: most bytes, and most time of the layers' products at
     tensor cores' peak rates, as shares of all layers wide; wide_layers: most layers in the compute dtype. With none of
-    them the bytes are those of the hand rule, first and last layer wide. batches, batch_size: of the measurement.
+    them the bytes are those of the hand rule, first and last layer wide; hand_rule: "layers" or "blocks" of layers at
+    the ends. batches, batch_size: of the measurement.
     steps: of each short run. seeds: how many runs of each kind. name: of the recipe.
     """
 
@@ -31,6 +34,7 @@ class Options:
     batch_size: int = 4
     steps: int = 100
     seeds: int = 1
+    hand_rule: str = HAND_RULES[0]
     name: str = "tuned"
 
     def __post_init__(self) -> None:
@@ -44,6 +48,8 @@ class Options:
         for key, least in (("batches", LEAST_BATCHES), ("batch_size", 1), ("steps", 0), ("seeds", 1)):
             if getattr(self, key) < least:
                 raise ConfigError(f"{key}={getattr(self, key)}: expected at least {least}: raise {key}")
+        if self.hand_rule not in HAND_RULES:
+            raise ConfigError(f"unknown hand_rule '{self.hand_rule}'{closest(self.hand_rule, HAND_RULES)}")
         if self.wide_layers is not None and self.wide_layers < 0:
             raise ConfigError(f"wide_layers={self.wide_layers}: expected 0 or more: change wide_layers")
 

@@ -22,7 +22,7 @@ from narrowgauge.train.trained import Trained
 from narrowgauge.tune import program
 from narrowgauge.tune.choices import Assignment, Choice, choices_of, ends, recipe_of, tunable, wide
 from narrowgauge.tune.measure import Batch, Costs, Measured, costs_of, measure, slope_of
-from narrowgauge.tune.options import OnProgress, Options, Progress, ignore
+from narrowgauge.tune.options import HAND_RULES, OnProgress, Options, Progress, ignore
 from narrowgauge.tune.program import Budget, Point, Problem
 from narrowgauge.tune.result import HAND, TUNED, Contender, Tuned
 from narrowgauge.tune.verify import ShortRun, Weights, for_short_runs, model_with, short_run, weights_of
@@ -199,7 +199,9 @@ def _budget(problem: Problem, layers: Sequence[str], options: Options) -> Budget
     if options.bytes_share is not None:
         limit = options.bytes_share * all_wide.bytes
     if limit is None and options.time_share is None and options.wide_layers is None:
-        limit = program.point(problem, _with_wide(problem, layers, ends(layers)[0])).bytes
+        limit = program.point(
+            problem, _with_wide(problem, layers, ends(layers)[HAND_RULES.index(options.hand_rule)])
+        ).bytes
     return Budget(limit, options.time_share, options.wide_layers)
 
 

@@ -98,6 +98,14 @@ def test_budgets_are_kept(changes, met, make_config: MakeConfig) -> None:
     )
 
 
+def test_the_hand_rule_by_blocks_takes_the_bytes_of_whole_blocks(make_config: MakeConfig) -> None:
+    config = make_config(model={"layers": 3, "width": 32, "heads": 2, "kv_heads": 1, "ffn_width": 64, "context": 32})
+    found = tune(config, quick(hand_rule="blocks"))
+    hand = found.contenders[HAND].assignment
+    assert [name.split(".")[1] for name, chosen in hand.items() if chosen == "bf16"] == ["0"] * 4 + ["2"] * 4
+    assert found.tuned.bytes_per_token <= found.contenders[HAND].bytes_per_token
+
+
 def test_a_budget_that_nothing_meets_says_the_nearest_and_that_one_can_be_met(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"1 bytes a token: .* the nearest is [\d.]+, with 8 in nvfp4") as caught:
         tune(make_config(), quick(bytes_per_token=1.0))
@@ -117,6 +125,7 @@ def test_a_budget_that_nothing_meets_says_the_nearest_and_that_one_can_be_met(ma
         ({"bytes_per_token": math.inf}, "bytes_per_token=inf"),
         ({"bytes_per_token": 5, "bytes_share": 0.5}, "found both"),
         ({"wide_layers": -1}, "wide_layers=-1"),
+        ({"hand_rule": "block"}, "did you mean 'blocks'"),
         ({"batches": 1}, "batches=1: expected at least 2"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"steps": -1}, "steps=-1"),
