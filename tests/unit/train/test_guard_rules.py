@@ -1,0 +1,219 @@
+"""The guard's limits, ladder and state machine, each by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.errors import CheckpointError
+from narrowgauge.numerics.measure import sqnr_db
+from narrowgauge.recipes.casts import MOMENTS
+from narrowgauge.train.guard_ladder import is_last, next_wider
+from narrowgauge.train.guard_limits import Verdict, judge, normal_db
+from narrowgauge.train.guard_losses import Losses
+from narrowgauge.train.guard_samples import Sample, merged
+from narrowgauge.train.guard_standing import Move, Standing
+from narrowgauge.train.sections import GuardConfig, LimitsConfig
+
+F = ng.formats
+E4M3, BLOCKS = ng.CastSpec(F.E4M3FN), ng.CastSpec(F.E4M3FN, ng.Block(1, 32), ng.CURRENT_POW2)
+LIMITS = LimitsConfig()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        E4M3,
+        ng.CastSpec(F.E5M2),
+        ng.CastSpec(F.E4M3FN, ng.Block(1, 32), ng.E8M0_UP),
+        ng.CastSpec(F.E3M2FN, ng.Block(1, 32), ng.E8M0_UP),
+        ng.CastSpec(F.E2M3FN, ng.Block(1, 32), ng.E8M0_UP),
+        ng.CastSpec(F.E2M1FN, ng.Block(1, 16), ng.NVFP4),
+        ng.CastSpec(F.E2M1FN, ng.Block(1, 32), ng.E8M0_UP),
+    ],
+    ids=str,
+)
+def test_the_normal_ratio_is_what_normal_values_measure(spec: ng.CastSpec) -> None:
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    assert abs(sqnr_db(x, ng.quantize(x, spec).dequantize()) - normal_db(spec)) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("measures", "verdict", "measure"),
+    [
+        ({"saturated": 0.0101}, Verdict.TROUBLE, "saturated"),
+        ({"saturated": 0.0099}, Verdict.INSIDE, "saturated"),
+        ({"saturated": 0.0009}, Verdict.CALM, "saturated"),
+        ({"saturated": 0.0, "flushed": 0.101}, Verdict.TROUBLE, "flushed"),
+        ({"saturated": 0.0, "flushed": 0.099}, Verdict.INSIDE, "flushed"),
+        ({"saturated": 0.0, "flushed": 0.009}, Verdict.CALM, "flushed"),
+        ({"sqnr_db": 19.4}, Verdict.TROUBLE, "sqnr_db"),  # 13.5 + 3 * 6.02 - 12 is 19.56
+        ({"sqnr_db": 19.7}, Verdict.INSIDE, "sqnr_db"),
+        ({"sqnr_db": 25.7}, Verdict.CALM, "sqnr_db"),
+        ({"sqnr_db": math.inf, "saturated": 0.0}, Verdict.CALM, "saturated"),
+        ({"sqnr_db": 3.0, "saturated": 0.4, "flushed": 0.0}, Verdict.TROUBLE, "saturated"),  # it says what is lacking
+    ],
+)
+def test_limits_are_two_sided(measures: dict[str, float], verdict: Verdict, measure: str) -> None:
+    finding = judge(E4M3, measures, LIMITS)
+    assert finding is not None and (finding.verdict, finding.measure) == (verdict, measure)
+
+
+def test_what_is_not_judged() -> None:
+    nvfp4 = ng.CastSpec(F.E2M1FN, ng.Block(1, 16), ng.NVFP4)
+    assert judge(nvfp4, {"flushed": 0.3}, LIMITS) is None  # E2M1 flushes healthy values, too
+    assert judge(ng.CastSpec(F.BF16), {"sqnr_db": 5.0}, LIMITS) is None
+    assert judge(MOMENTS[8][0], {"sqnr_db": 5.0, "flushed": 1.0}, LimitsConfig(flushed=1.0)) is None
+    assert judge(E4M3, {"amax": 1.0}, LIMITS) is None
+
+
+def climb(role: str, spec: ng.CastSpec | None, measure: str) -> list[str]:
+    found = []
+    while not is_last(role, spec):
+        assert spec is not None
+        spec = next_wider(role, spec, measure)
+        found.append("compute" if spec is None else repr(spec))
+    return found
+
+
+def test_the_ladder_gives_up_no_more_than_the_measure_asks_for() -> None:
+    delayed = ng.CastSpec(F.E4M3FN, scale=ng.Delayed())
+    whole, blocks = repr(E4M3), repr(BLOCKS)
+    assert climb("input", delayed, "saturated") == [whole, blocks, "compute"]
+    wide_range = repr(ng.CastSpec(F.E5M2, ng.Block(1, 32), ng.CURRENT_POW2))
+    assert climb("input", delayed, "flushed") == [whole, blocks, wide_range, "compute"]
+    assert climb("weight", E4M3, "sqnr_db") == [blocks, "compute"]
+    unscaled = ng.CastSpec(F.E4M3FN, scale=ng.NONE)
+    assert climb("input", unscaled, "saturated")[0] == whole
+    mx = ng.CastSpec(F.E2M1FN, ng.Block(1, 32), ng.E8M0_FLOOR, ng.STOCHASTIC)
+    assert climb("grad_output", mx, "sqnr_db") == [
+        repr(ng.CastSpec(F.E2M1FN, ng.Block(1, 32), ng.E8M0_UP, ng.STOCHASTIC)),
+        repr(ng.CastSpec(F.E4M3FN, ng.Block(1, 32), ng.E8M0_UP, ng.STOCHASTIC)),
+        "compute",
+    ]
+    nvfp4 = ng.CastSpec(F.E2M1FN, ng.Block(16, 16), ng.NVFP4)
+    assert climb("weight", nvfp4, "sqnr_db")[0] == repr(ng.CastSpec(F.E4M3FN, ng.Block(16, 16), ng.CURRENT_POW2))
+
+
+def test_moments_climb_to_float32() -> None:
+    m, v = MOMENTS[8]
+    assert climb("exp_avg", ng.CastSpec(F.E4M3FN, scale=ng.TENSOR_POW2), "sqnr_db") == [
+        repr(m), repr(ng.CastSpec(F.BF16)), repr(ng.CastSpec(F.FP32)),
+    ]  # fmt: skip
+    assert climb("exp_avg_sq", ng.CastSpec(F.UINT8), "flushed") == [repr(v), repr(ng.CastSpec(F.FP32))]
+    assert climb("exp_avg_sq", ng.CastSpec(F.FP16, scale=ng.TENSOR_POW2), "flushed") == [repr(ng.CastSpec(F.FP32))]
+    assert climb("exp_avg_sq", ng.CastSpec(F.FP32), "flushed") == []
+
+
+BAD, MEANWHILE, GOOD = Verdict.TROUBLE, Verdict.INSIDE, Verdict.CALM
+
+
+def test_one_bad_sample_is_looked_at_again_and_two_promote() -> None:
+    standing = Standing()
+    assert standing.take(BAD, 2, 3) is Move.WAIT and standing.is_watched
+    assert standing.take(GOOD, 2, 3) is Move.NONE and not standing.is_watched
+    assert [standing.take(BAD, 2, 3) for _ in range(2)] == [Move.WAIT, Move.PROMOTE]
+    standing.promoted(E4M3)
+    assert standing.is_watched and standing.take(BAD, 2, 3) is Move.PROMOTE  # the next rung needs no second look
+    standing.promoted(BLOCKS)
+    assert standing.climbed == [E4M3, BLOCKS]
+
+
+def test_only_calm_that_lasts_demotes_and_every_return_doubles_it() -> None:
+    standing = Standing()
+    for _ in range(2):
+        standing.take(BAD, 2, 3)
+    standing.promoted(E4M3)
+    assert [standing.take(v, 2, 3) for v in (GOOD, GOOD, MEANWHILE, GOOD, GOOD, GOOD)] == [Move.NONE] * 5 + [
+        Move.DEMOTE
+    ]
+    needed = []
+    for _ in range(4):
+        assert standing.demoted(2) is E4M3 and standing.is_watched
+        assert standing.take(BAD, 2, 3) is Move.PROMOTE  # a trial that fails ends at once
+        standing.promoted(E4M3)
+        count = 1
+        while standing.take(GOOD, 2, 3) is not Move.DEMOTE:
+            count += 1
+        needed.append(count)
+    assert needed == [6, 12, 24, 48]
+
+
+def test_a_trial_that_holds_is_over_after_its_samples() -> None:
+    standing = Standing(climbed=[E4M3])
+    standing.demoted(2)
+    assert [standing.take(GOOD, 2, 3), standing.is_watched, standing.take(GOOD, 2, 3), standing.is_watched] == [
+        Move.NONE, True, Move.NONE, False,
+    ]  # fmt: skip
+    assert standing.take(BAD, 2, 3) is Move.WAIT
+
+
+def test_a_warning_is_given_once_until_it_is_calm() -> None:
+    standing = Standing()
+    for _ in range(2):
+        standing.take(BAD, 2, 3)
+    standing.warned()
+    assert [standing.take(v, 2, 3) for v in (BAD, BAD, MEANWHILE, BAD, GOOD, BAD, BAD)] == [
+        *[Move.NONE] * 5, Move.WAIT, Move.PROMOTE,
+    ]  # fmt: skip
+
+
+def test_a_standing_goes_through_json() -> None:
+    standing = Standing(climbed=[E4M3, ng.CastSpec(F.E4M3FN, scale=ng.Delayed()), None], calm=3, returns=2, trial=1)
+    assert Standing.from_state(json.loads(json.dumps(standing.state_dict()))) == standing
+    with pytest.raises(CheckpointError, match="of another version, or damaged"):
+        Standing.from_state({"calm": 3})
+
+
+def losses_of(**changes: float) -> Losses:
+    return Losses(GuardConfig(mode="act", **changes))  # type: ignore[arg-type]
+
+
+def test_a_rise_above_the_band_is_answered_once() -> None:
+    losses = losses_of()
+    assert all(losses.take(step, 2.0 + 0.01 * (step % 3), False, 1.0) is None for step in range(1, 41))
+    found = [losses.take(step, 2.6, False, 1.0) for step in range(41, 49)]
+    assert [each is not None for each in found] == [False, False, True, False, False, False, False, False]
+    assert found[2] is not None and (found[2].since, found[2].step, found[2].measure) == (41, 43, "loss")
+    assert 2.4 < found[2].limit < 2.6
+
+
+def test_a_loss_within_the_band_is_not() -> None:
+    losses = losses_of()
+    assert all(losses.take(step, 2.0 if step < 41 else 2.4, False, 1.0) is None for step in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("loss", "scale", "answered"),
+    [(math.nan, 1.0, True), (math.inf, 65536.0, True), (2.0, 1.0, True), (2.0, 4.0, False)],
+)
+def test_steps_that_are_not_finite_are_answered_unless_a_loss_scale_is_being_looked_for(
+    loss: float, scale: float, answered: bool
+) -> None:
+    losses = losses_of()
+    found = [losses.take(step, loss, True, scale) for step in range(1, 6)]
+    assert [each is not None for each in found] == [False, False, answered, False, False]
+
+
+def test_losses_go_through_json() -> None:
+    losses, again = losses_of(), losses_of()
+    for step in range(1, 50):
+        losses.take(step, 2.0 if step < 49 else 3.0, False, 1.0)
+    again.load_state_dict(json.loads(json.dumps(losses.state_dict())))
+    for step in (50, 51):
+        assert again.take(step, 3.0, False, 1.0) == losses.take(step, 3.0, False, 1.0)
+    assert again.state_dict() == losses.state_dict()
+
+
+def test_of_several_ranks_the_worst_counts_in_one_order() -> None:
+    key = ("a", "input")
+    one = {key: Sample(E4M3, {"flushed": 0.1, "sqnr_db": 30.0})}
+    other = {("b", "weight"): Sample(E4M3, {}), key: Sample(E4M3, {"flushed": 0.2, "sqnr_db": 31.0, "amax": 1.0})}
+    for parts in ((one, other), (other, one)):
+        found = merged(parts)
+        assert list(found) == [key, ("b", "weight")]
+        assert found[key].measures == {"flushed": 0.2, "sqnr_db": 30.0, "amax": 1.0}
