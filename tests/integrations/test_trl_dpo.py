@@ -64,7 +64,7 @@ def test_it_trains_beside_a_frozen_reference_and_resumes(recipe: str, tmp_path: 
 @pytest.mark.parametrize("recipe", ng.recipe_names())
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 def test_equal_weights_have_no_kl_whatever_the_recipe(recipe: str, tied: bool) -> None:  # case 106
-    from narrowgauge.integrations.frozen import freeze_reference
+    from narrowgauge.train.frozen_models import freeze_reference
 
     policy = llama(tie_word_embeddings=tied)
     reference = copy.deepcopy(policy)
@@ -78,7 +78,7 @@ def test_equal_weights_have_no_kl_whatever_the_recipe(recipe: str, tied: bool) -
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_lm_o3"])
 def test_a_reference_follows_the_delayed_scales_of_the_policy(recipe: str) -> None:  # case 106
-    from narrowgauge.integrations.frozen import freeze_reference
+    from narrowgauge.train.frozen_models import freeze_reference
 
     policy = llama()
     reference = copy.deepcopy(policy)

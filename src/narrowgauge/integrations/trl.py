@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import ConfigError, DataError
-from narrowgauge.integrations.frozen import freeze_reference, freeze_scorer, is_frozen
 from narrowgauge.integrations.requirements import require
 from narrowgauge.integrations.rewards import check_rewards, checked
 from narrowgauge.integrations.transformers import Trainer
 from narrowgauge.layers.wrapping import AutocastForward
 from narrowgauge.recipes.select import head_is_asked_for
 from narrowgauge.recipes.spec import Recipe
+from narrowgauge.train.frozen_models import freeze_reference, freeze_scorer, is_frozen
 
 # TRL's first whose log-probabilities come from `add_fused_lm_head`
 require("trl", "1.16", "narrowgauge[hf]")

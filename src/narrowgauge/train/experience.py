@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from narrowgauge.train.frozen_models import Frozen, follow_scales
+from narrowgauge.train.frozen_models import Frozen
 from narrowgauge.train.log_probabilities import (
     completion_log_probs,
     entropy,
@@ -39,8 +39,6 @@ class Scorer:
 
         measures_floor: whether to take the exact KL of policy and reference, too.
         """
-        if self.reference.matches:
-            follow_scales(self.reference.model, self.policy)
         with mode(self.policy, training=False), mode(self.value, training=False):
             for e in experience:
                 self._by_models(e, tally, measures_floor)

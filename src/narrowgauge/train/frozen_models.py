@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from narrowgauge.layers import wrapping
 from narrowgauge.layers.autocast import autocast
 from narrowgauge.layers.convert import device_of
 from narrowgauge.layers.delayed import DelayedState, state_names
@@ -52,12 +53,57 @@ def reference_of(reference: nn.Module, like: nn.Module, recipe: Recipe, policy_r
     """
     if is_converted(reference):
         return Frozen(_asked_only(reference), recipe, matches=False)
-    trained = {name for name, p in like.named_parameters() if p.requires_grad}
-    known = {name for name, _ in like.named_parameters()}
+    matches = recipe == policy_recipe
+    (freeze_reference if matches else _freeze_as)(reference, like, recipe)
+    return Frozen(reference, recipe, matches)
+
+
+def freeze_reference(reference: nn.Module, policy: nn.Module, recipe: Recipe, *, is_updated: bool = False) -> None:
+    """Make `reference`, in place, compute what `policy` computes with the same weights, to the bit, and freeze it.
+
+    Its parameters are first stored as those of the policy are; weights that products cast to FP8 are then kept as the
+    very codes. So the KL between equal weights is 0, and no floor of rounding is added to the penalty. is_updated: the
+    reference follows the policy later (TR-DPO): then nothing is stored in FP8, where small steps would be lost.
+
+    policy: which trains by the recipe, prepared yet or not. Delayed scales are the policy's, in every forward.
+    """
+    _freeze_as(reference, policy, recipe, is_updated=is_updated)
+    if without_history(first_of(recipe)) != first_of(recipe):
+        reference.register_forward_pre_hook(lambda module, _: follow_scales(module, policy))
+
+
+def _freeze_as(reference: nn.Module, policy: nn.Module, recipe: Recipe, *, is_updated: bool = False) -> None:
+    trained = {name: p.requires_grad for name, p in policy.named_parameters()}
     for name, p in reference.named_parameters():  # prepare leaves alone what is frozen
-        p.requires_grad_(p.dtype in FLOATING and (name in trained or name not in known))
-    _in_silence(reference, recipe)
-    return Frozen(_asked_only(reference), recipe, matches=recipe == policy_recipe)
+        p.requires_grad_(p.dtype in FLOATING and trained.get(name, True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the recipe, which the policy's preparation gives, too
+        held = [p for p in reference.parameters() if p.requires_grad]
+        # an optimizer as the policy's, since a master that it keeps may round the values before they are stored
+        prepare(reference, torch.optim.AdamW(held, lr=0.0) if held else None, first_of(recipe))
+        if not is_updated:
+            freeze(reference, first_of(recipe), exact=True)
+    _asked_only(reference)
+
+
+def freeze_scorer(model: nn.Module, recipe: Recipe) -> None:
+    """Freeze a reward model in place, all that `freeze` can store in FP8, its forward inside the recipe's autocast."""
+    if not is_frozen(model):
+        freeze(model, first_of(recipe))
+        wrapping.install(model, first_of(recipe).resolve(device_of(model)), autocast=True)
+    _asked_only(model)
+
+
+def is_frozen(model: nn.Module) -> bool:
+    """True for a model that is not trained, with weights that are stored in 8 bits already."""
+    parameters = list(model.parameters())
+    in_8_bits = (isinstance(p.data, QuantizedTensor) and p.data.spec.format.bits == 8 for p in parameters)
+    return not any(p.requires_grad for p in parameters) and any(in_8_bits)
+
+
+def first_of(recipe: Recipe) -> Recipe:
+    """A frozen model has no steps to count: of a recipe with a schedule, it takes the first."""
+    return recipe.at(0) if recipe.schedule else recipe
 
 
 def reward_model_of(reward: nn.Module, recipe: Recipe) -> Frozen:
@@ -67,19 +113,11 @@ def reward_model_of(reward: nn.Module, recipe: Recipe) -> Frozen:
         if recipe.quantizes_gemms:
             freeze(reward, recipe)
         else:
-            _in_silence(reward, recipe)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they concern training
+                prepare(reward, None, recipe)
+                freeze(reward, recipe, exact=True)
     return Frozen(_asked_only(reward), recipe, matches=False)
-
-
-def copy_equal(frozen: nn.Module, policy: nn.Module, equal: set[str]) -> None:
-    """Let parameters that had the policy's values before have the bits that the policy stores now.
-
-    They differ where the policy's are rounded by way of a master of its optimizer. equal: their names.
-    """
-    stored = dict(policy.named_parameters())
-    for name, p in frozen.named_parameters():
-        if name in equal and not same_bits(p, stored[name]) and type(p.data) is type(stored[name].data):
-            p.data = stored[name].detach().clone()
 
 
 @torch.no_grad()
@@ -96,17 +134,6 @@ def follow_scales(frozen: nn.Module, policy: nn.Module) -> None:
                 module.get_buffer(buffer).copy_(followed.get_buffer(buffer))
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True where both are stored alike, in the same bits."""
-    a, b = a.detach(), b.detach()
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        alike = a.spec == b.spec and torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
-        return alike and torch.equal(a.dequant_scale, b.dequant_scale)
-    if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
-        return False
-    return a.dtype is b.dtype and torch.equal(a, b)
-
-
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> float:
     """A number that follows from all of a model's stored values: equal for equal models, hardly for others."""
@@ -115,14 +142,6 @@ def fingerprint(model: nn.Module) -> float:
         held = p.data.codes.view(torch.uint8) if isinstance(p.data, QuantizedTensor) else p.data
         total += float(held.double().sum()) * (1 + number % 7)
     return total
-
-
-def _in_silence(model: nn.Module, recipe: Recipe) -> None:
-    """Prepare and freeze; what that warns of concerns training, or was said of the policy."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        prepare(model, None, recipe)
-        freeze(model, recipe, exact=True)
 
 
 def _asked_only(model: nn.Module) -> nn.Module:

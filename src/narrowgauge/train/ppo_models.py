@@ -6,7 +6,7 @@ import copy
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from narrowgauge.distributed.meeting_point import has_peers
@@ -48,8 +48,6 @@ def prepared(
         value = ValueHead(copy.deepcopy(policy), generator=torch.Generator().manual_seed(config.seed))
     reference = copy.deepcopy(policy) if reference is None else reference
     _check(policy, value, reference, reward, recipe, reference_recipe)
-    ours = dict(policy.named_parameters())
-    equal = {name for name, p in reference.named_parameters() if name in ours and _equal(p, ours[name])}
     frozen = frozen_models.reference_of(reference, policy, reference_recipe, recipe)
     value_rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
     rates = (config.learning_rate, value_rate)
@@ -57,8 +55,6 @@ def prepared(
         _trained(model, None if optimizers is None else optimizers[i], rates[i], recipe, config)
         for i, model in enumerate((policy, value))
     ]
-    if frozen.matches:
-        frozen_models.copy_equal(frozen.model, policy, equal)
     asked = frozen_models.reward_model_of(reward, recipe) if isinstance(reward, nn.Module) else reward
     return Models(trained[0], trained[1], frozen, asked)
 
@@ -70,10 +66,6 @@ def _trained(model: nn.Module, optimizer: Optimizer | None, rate: float, recipe:
         optimizer = torch.optim.AdamW(trainable, lr=rate, weight_decay=config.weight_decay)
     model, optimizer = prepare(model, optimizer, recipe, max_skips=config.max_skips)
     return Trained(model, optimizer, LossScaler(recipe, device_of(model), max_skips=config.max_skips))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype is b.dtype and torch.equal(a.detach(), b.detach())
 
 
 def _check(

@@ -103,6 +103,22 @@ def test_the_same_holds_for_transformers_models_and_references_loaded_apart(llam
     assert torch.equal(ours[attention], theirs[attention])
 
 
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_lm_o3"])
+def test_a_reference_follows_the_delayed_scales_of_the_policy(recipe: str) -> None:  # case 106
+    resolved = ng.recipe(recipe).resolve("cpu")
+    config = PPOConfig(learning_rate=0.0)
+    models = prepared(GPT(CONFIG), None, None, None, resolved, resolved, config, None)
+    ids, attention = ids_of(), torch.ones(4, 12, dtype=torch.bool)
+    policy, optimizer = models.policy.model, models.policy.optimizer
+    for _ in range(20):  # more than fp8_lm_o3 begins with current scaling for
+        logits_of(policy.train(), ids, attention).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        theirs = logits_of(models.reference.model, ids, attention)
+        assert torch.equal(theirs, logits_of(policy.eval(), ids, attention))
+
+
 @pytest.mark.usefixtures("quiet")
 def test_a_reference_of_another_precision_is_known_as_such() -> None:
     policy = GPT(CONFIG)
