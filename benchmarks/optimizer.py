@@ -3,6 +3,8 @@
     python benchmarks/optimizer.py [--matrices 1 8] [--size 4096] [--small 4000] [--json]
 
 The state is the recipe narrow8's: bfloat16 parameters with 8-bit residuals, E4M3 gradients, both moments in 8 bits.
+Beside it, with no goal of its own, fp8_lm_o2's: scaled float16 parameters, E4M3 gradients, moments in E4M3 and float16,
+each with one scale for the tensor, which takes a second pass over memory.
 torch has everything in float32: fused=True for the large matrices, its default (foreach) for the many small tensors.
 The peers with 8-bit moments have float32 parameters and gradients. torchao compiles its step, which needs a C++
 compiler; each of them runs in a process of its own, which is stopped after a limit: its ratio is then a bound. Ratios
@@ -31,7 +33,8 @@ from torch import nn
 
 import narrowgauge as ng
 
-OURS, FUSED, FOREACH = "narrowgauge narrow8", "torch fused fp32", "torch foreach fp32"
+OURS, FP8_LM = "narrowgauge narrow8", "narrowgauge fp8_lm_o2"
+FUSED, FOREACH = "torch fused fp32", "torch foreach fp32"
 PEERS = ("torchao AdamWFp8", "bitsandbytes AdamW8bit")
 MATRICES = (1, 8)  # of 4096 x 4096: 16.8M and 134M parameters
 # at most, ours / the peer's time
@@ -49,15 +52,19 @@ def parameters(count: int, side: int) -> list[nn.Parameter]:
     return made
 
 
-def ours(count: int, side: int) -> Step:
-    recipe = ng.recipe("narrow8")
-    made = [nn.Parameter(p.detach().bfloat16()) for p in parameters(count, side)]
+def ours(name: str, count: int, side: int) -> Step:
+    recipe = ng.recipe(name.removeprefix("narrowgauge "))
+    made = [nn.Parameter(stored(p.detach(), recipe.param)) for p in parameters(count, side)]
     for p, wide in zip(made, parameters(count, side), strict=True):
         assert wide.grad is not None
         p.grad_dtype = torch.float32
         p.grad = ng.quantize(wide.grad, recipe.grad)
     moments = {"exp_avg": recipe.exp_avg, "exp_avg_sq": recipe.exp_avg_sq, "master": recipe.master}
     return ng.optim.AdamW(made, lr=1e-4, min_state_size=recipe.min_state_size, **moments).step
+
+
+def stored(values: torch.Tensor, spec: ng.CastSpec) -> torch.Tensor:
+    return ng.quantize(values, spec) if spec.is_scaled else values.bfloat16()
 
 
 def fused(count: int, side: int) -> Step:
@@ -137,7 +144,8 @@ def run_peer(name: str, count: int, side: int, repeats: int) -> int:
 def measure(count: int, side: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Times of one size, and ours / each peer's: {"median_s", "repeats_s", "ratio_of_ours", "left_out"}."""
     base = FUSED if side == arguments.size else FOREACH
-    runs = {OURS: ours(count, side), base: (fused if base == FUSED else foreach)(count, side)}
+    runs = {name: ours(name, count, side) for name in (OURS, FP8_LM)}
+    runs[base] = (fused if base == FUSED else foreach)(count, side)
     times = common.interleaved(runs, arguments.repeats)
     medians, left_out, at_least = common.medians(times), {}, {}
     if base == FUSED and count == min(arguments.matrices):
@@ -149,7 +157,7 @@ def measure(count: int, side: int, arguments: argparse.Namespace) -> dict[str, A
                 medians[name] = at_least[name] = found["at_least_s"]
             else:
                 left_out[name] = found["absent"]
-    ratios = {name: medians[OURS] / seconds for name, seconds in medians.items() if name != OURS}
+    ratios = {name: medians[OURS] / seconds for name, seconds in medians.items() if name in BOUNDS}
     return {
         "parameters": count * side**2, "tensors": count, "median_s": medians, "ratio_of_ours": ratios,
         "stopped_after_s": at_least, "left_out": left_out, "repeats_s": times,
@@ -173,7 +181,7 @@ def comparison(size: str, found: dict[str, Any]) -> dict[str, Any]:
     """One size as bars."""
     milliseconds = {name: seconds * 1e3 for name, seconds in found["median_s"].items()}
     return common.bars(
-        f"AdamW step of {size} parameters", "ms, median", milliseconds, (OURS,),
+        f"AdamW step of {size} parameters", "ms, median", milliseconds, (OURS, FP8_LM),
         at_least=found["stopped_after_s"], absent=found["left_out"],
     )  # fmt: skip
 

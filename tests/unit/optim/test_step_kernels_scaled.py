@@ -31,7 +31,7 @@ from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO, STOCHASTIC, Rou
 from narrowgauge.numerics.scaling import CURRENT, CURRENT_POW2, TENSOR_POW2
 from narrowgauge.optim import base, kernels, storage
 from narrowgauge.optim.kernels import Plan
-from narrowgauge.optim.rules import Hyper, Rule, Sgd
+from narrowgauge.optim.rules import Adam, Hyper, Rule, Sgd
 from narrowgauge.optim.update import Item, update
 from narrowgauge.recipes.cast_spec import CastSpec
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
@@ -136,7 +136,18 @@ def test_any_bits_of_parameters_and_moments() -> None:
         first = QuantizedTensor(bytes_.clone(), scale.clone(), WHOLE_E4M3)
         second = QuantizedTensor(codes.abs(), scale.clone(), HALF_NONZERO)
         grad = values((len(codes),), 2.0**exponent, 6)
-        check(Rule.ADAM, [Item(param, None, grad, (first, second), ADAM, False, 0)], steps=2)
+        for each in (grad, quantize(grad, CastSpec(E4M3FN))):
+            item = Item(param, None, each, (first, second), ADAM, False, 0)
+            check(Rule.ADAM, [copy.deepcopy(item)], steps=2)
+
+
+@pytest.mark.parametrize("param", SCALED_PARAMS)
+@pytest.mark.parametrize("step", [1, 10, 100_000])
+def test_every_bias_correction(step: int, param: str) -> None:
+    """With quotients by its reciprocal, and divided where it is too small for that."""
+    for beta2 in (0.5, 0.999, 1 - 1e-7, 1 - 2.0**-50):
+        hyper = Adam.at(step, 1e-3, (0.9, beta2), 1e-8, 0.1, decoupled=True)
+        check(Rule.ADAM, [make(param, "e4m3", FP8_LM, hyper, (5, 700), step)])
 
 
 @pytest.mark.parametrize("param", SCALED_PARAMS)
@@ -144,7 +155,8 @@ def test_values_at_the_ends_of_float32(param: str) -> None:
     for scale in (2.0**-149, 2.0**-130, 2.0**-100, 2.0**-60, 2.0**40, 2.0**50):
         item = make(param, "fp32", FP8_LM, ADAM, (8, 512), 5)
         item = item._replace(grad=item.grad * scale)
-        check(Rule.ADAM, [item], steps=3)
+        narrow = copy.deepcopy(item)._replace(grad=quantize(item.grad, CastSpec(E4M3FN)))
+        check(Rule.ADAM, [item, narrow], steps=3)
         check(Rule.SGD, [make(param, "fp32", (), MINUS, (8, 512), 5)._replace(grad=item.grad)], steps=2)
 
 
@@ -154,6 +166,10 @@ def test_what_is_not_finite_is_the_twins(value: float, param: str) -> None:
     """A gradient that makes a NaN, an infinity, or a second moment that overflows: nothing of it is written."""
     good, bad = make(param, "fp32", FP8_LM, ADAM, (8, 512), 5), make(param, "fp32", FP8_LM, ADAM, (3, 700), 6)
     bad.grad[1, 3] = value
+    if value == torch.inf:
+        narrow = quantize(bad.grad, CastSpec(E4M3FN))
+        narrow.dequant_scale.fill_(torch.inf)
+        bad = bad._replace(grad=narrow)
     twin, before = copy.deepcopy(good), copy.deepcopy(bad)
     assert [id(item) for item in Plan(Rule.ADAM).run([bad, good])] == [id(bad)]
     update(Rule.ADAM, twin, KEY)
@@ -162,11 +178,13 @@ def test_what_is_not_finite_is_the_twins(value: float, param: str) -> None:
 
 
 @pytest.mark.parametrize("param", SCALED_PARAMS)
-def test_zero_gradients_move_no_bit(param: str) -> None:  # case 41
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_zero_gradients_move_no_bit(param: str, is_narrow: bool) -> None:  # case 41
     """Also where a fresh cast of the same values would give another scale and another amax."""
     item = make(param, "fp32", FP8_LM, ADAM._replace(decay=1.0), (8, 128), 15)
     zeros = torch.zeros(8, 128)
-    item = item._replace(grad=zeros, moments=tuple(storage.encode(zeros, spec) for spec in FP8_LM))
+    grad = quantize(zeros, CastSpec(E4M3FN)) if is_narrow else zeros
+    item = item._replace(grad=grad, moments=tuple(storage.encode(zeros, spec) for spec in FP8_LM))
     for stored in (item.param, item.master):
         if isinstance(stored, QuantizedTensor):
             stored.codes.copy_((stored.codes.float() / 64).to(stored.codes.dtype))

@@ -72,12 +72,30 @@ def code_of(x: float, scale: float, shift: int, least: int, top: int, floor: int
 
 
 @njit(**INNER)
+def e4m3_of(x: float, scale: float, floor: int) -> int:
+    """`code_of` in E4M3."""
+    return code_of(x, scale, _E4M3_SHIFT, _E4M3_LEAST, _E4M3_TOP, floor, _BYTE_SIGN)
+
+
+@njit(**INNER)
+def half_of(x: float, scale: float, floor: int) -> int:
+    """`code_of` in float16."""
+    return code_of(x, scale, _HALF_SHIFT, _HALF_LEAST, _HALF_TOP, floor, _HALF_SIGN)
+
+
+@njit(**INNER)
+def floor_of(coding: int) -> int:
+    """What `code_of` lifts to: 0 where what is small may become zero."""
+    if coding // 3 % 2 == 0:
+        return i32(0)
+    return _E4M3_FLOOR if coding % 3 == _E4M3 else (_E5M2_FLOOR if coding % 3 == _E5M2 else _HALF_FLOOR)
+
+
+@njit(**INNER)
 def _store_e4m3(values: int, n: int, scale: float, floor: int, codes: int, at: int) -> None:
     standalone()
     for i in range(n):
-        x = load(0, f32, values, i)
-        code = code_of(x, f32(scale), _E4M3_SHIFT, _E4M3_LEAST, _E4M3_TOP, i32(floor), _BYTE_SIGN)
-        store(1, u8, codes, at + i, u8(code))
+        store(1, u8, codes, at + i, u8(e4m3_of(load(0, f32, values, i), f32(scale), i32(floor))))
 
 
 @njit(**INNER)
@@ -93,21 +111,18 @@ def _store_e5m2(values: int, n: int, scale: float, floor: int, codes: int, at: i
 def _store_half(values: int, n: int, scale: float, floor: int, codes: int, at: int) -> None:
     standalone()
     for i in range(n):
-        x = load(0, f32, values, i)
-        code = code_of(x, f32(scale), _HALF_SHIFT, _HALF_LEAST, _HALF_TOP, i32(floor), _HALF_SIGN)
-        store(1, u16, codes, at + i, u16(code))
+        store(1, u16, codes, at + i, u16(half_of(load(0, f32, values, i), f32(scale), i32(floor))))
 
 
 @njit(**INNER)
 def store_scaled(coding: int, values: int, n: int, scale: float, codes: int, at: int) -> None:
     """codes = finite values * scale, to nearest even, saturating."""
-    nonzero = coding // 3 % 2 == 1
     if coding % 3 == _E4M3:
-        _store_e4m3(values, n, scale, _E4M3_FLOOR if nonzero else i32(0), codes, at)
+        _store_e4m3(values, n, scale, floor_of(coding), codes, at)
     elif coding % 3 == _E5M2:
-        _store_e5m2(values, n, scale, _E5M2_FLOOR if nonzero else i32(0), codes, at)
+        _store_e5m2(values, n, scale, floor_of(coding), codes, at)
     else:
-        _store_half(values, n, scale, _HALF_FLOOR if nonzero else i32(0), codes, at)
+        _store_half(values, n, scale, floor_of(coding), codes, at)
 
 
 @njit(**INNER)
@@ -116,5 +131,5 @@ def differs(old: int, new: int, n: int) -> bool:
     standalone()
     found = i32(0)
     for i in range(n):
-        found |= i32(load(0, f32, old, i) != load(1, f32, new, i))
+        found = i32(found | i32(load(0, f32, old, i) != load(1, f32, new, i)))
     return found != i32(0)

@@ -16,8 +16,8 @@ from numba import njit
 
 from narrowgauge.numerics.kernels import numba_rows
 from narrowgauge.numerics.kernels.numba_bits import INNER, borrow, hold
+from narrowgauge.optim.kernels import numba_fp8_lm, numba_narrow
 from narrowgauge.optim.kernels import numba_moments as moments
-from narrowgauge.optim.kernels import numba_narrow
 from narrowgauge.optim.kernels import numba_parameters as parameters
 from narrowgauge.optim.kernels import numba_rules as rules
 from narrowgauge.optim.kernels import numba_scaled as scaled
@@ -270,7 +270,13 @@ def step_values(
         # by proportion: whole tiles, and the same boundary seen from both sides
         begin = (max(first, starts[item]) - starts[item]) * tiles // values
         end = (min(last, starts[item + 1]) - starts[item]) * tiles // values
-        if is_measuring:
+        if numba_fp8_lm.takes(rule, row, h[item]):
+            at, end_at = begin * width, min(end * width, row[_VALUES])
+            if is_measuring:
+                numba_fp8_lm.measure(row, h[item], at, end_at, found[item])
+            else:
+                numba_fp8_lm.write(row, h[item], at, end_at, scales[item], scratch)
+        elif is_measuring:
             _measure_tiles(rule, row, h[item], begin, end, scratch, found[item])
         else:
             step_tiles(rule, row, h[item], begin, end, key, some, scratch, scales[item], found[item])
