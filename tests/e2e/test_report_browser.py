@@ -191,6 +191,7 @@ def test_charts_tell_their_values_by_keyboard_and_as_a_table(opened, files):
     page.keyboard.press("Home")
     assert page.locator("#loss-chart .readout").inner_text().startswith("step 1: narrow8 ")
     page.locator("#loss-chart summary").click()
+    page.locator("#loss-chart tbody tr").last.wait_for()  # made when it is opened
     assert page.locator("#loss-chart tbody tr").count() == 200
     assert page.locator("#difference-chart path.area").count() == 1
 

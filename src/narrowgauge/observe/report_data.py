@@ -17,7 +17,7 @@ from narrowgauge.observe.report_run import RunReader
 
 VERSION = 1  # of this structure
 STEP_BINS = 1000
-DIFFERENCE_BINS = 200
+DIFFERENCE_BINS, LEAST_WINDOW = 200, 5  # windows at most, steps of each at least: of fewer there is no band
 MOST_EVALUATIONS = 1000
 SERIES_BYTES = 9 << 20  # of the codes of all runs; base64 makes a third more
 LOG_MEASURES = ("saturated", "flushed", "zero", "lost", "amax", "scale")
@@ -66,7 +66,7 @@ def difference(run: RunReader, reference: RunReader) -> dict[str, Any] | None:
     shared, gap = shared[np.isfinite(gap)], gap[np.isfinite(gap)]
     if not len(shared):
         return None
-    edges = _edges(len(shared), DIFFERENCE_BINS)
+    edges = _edges(len(shared), min(DIFFERENCE_BINS, max(1, len(shared) // LEAST_WINDOW)))
     windows = [gap[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
     outer = [np.percentile(window, [_OUTER_PERCENT, 100 - _OUTER_PERCENT]) for window in windows]
     evaluated = {row["step"]: row["loss"] for row in reference.evaluations}

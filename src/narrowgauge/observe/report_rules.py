@@ -205,7 +205,7 @@ def _expectation(spec: Mapping[str, Any]) -> str:
 
 
 def _remedy(rule: str, cell: Cell, spec: Mapping[str, Any]) -> str:
-    wider = f'keep this layer wide: recipe.for_layers("{cell.layer}", "bf16")'
+    wider = f'keep this layer wide: `recipe.for_layers("{cell.layer}", "bf16")`'
     if cell.role not in ("input", "weight", "grad_output"):
         wider = f"take a recipe with a wider {cell.role} role (`narrowgauge chart` shows them)"
     if rule == "saturation":

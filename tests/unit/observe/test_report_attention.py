@@ -67,7 +67,7 @@ def test_case_16_saturation_by_a_stale_scale(tmp_path):
         "step 120; first at step 120, in 9 of 20 sampled steps, up to the last sample."
     )
     assert "delayed" in found.remedy and "fp8_current" in found.remedy
-    assert 'recipe.for_layers("blocks.0.mlp.up", "bf16")' in found.remedy
+    assert '`recipe.for_layers("blocks.0.mlp.up", "bf16")`' in found.remedy
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ function put(node, attributes, children) {
 const el = (tag, attributes, ...children) => put(document.createElement(tag), attributes, children);
 const svg = (tag, attributes, ...children) => put(document.createElementNS(SVG_SPACE, tag), attributes, children);
 
+// text whose parts between backticks are code
+function prose(tag, text, ...before) {
+  return el(tag, {}, ...before, ...text.split("`").map((part, at) => (at % 2 ? el("code", { text: part }) : part)));
+}
+
 const ARRAYS = { u16: Uint16Array, u32: Uint32Array, f32: Float32Array };
 function unpack(packed) {
   const text = atob(packed.base64);

@@ -1,7 +1,7 @@
 "use strict";
 // Line charts and histograms as SVG: axes with units, a crosshair by pointer or arrow keys, a table beside each.
 
-const PAD = { left: 62, right: 14, top: 10, bottom: 36 };
+const PAD = { left: 66, right: 14, top: 10, bottom: 36 };
 let chartCount = 0;
 
 function ticksOf(low, high, isLog, wanted, base) {
@@ -108,7 +108,7 @@ function drawAxes(picture, { spec, width, height, X, Y, x0, x1, y0, y1 }) {
   picture.append(svg("path", { class: "axis", d: `M${PAD.left} ${height - PAD.bottom}H${width - PAD.right}` }));
   picture.append(svg("text", { class: "axis-name", x: width - PAD.right, y: height - 3, "text-anchor": "end", text: spec.x || "step" }));
   picture.append(svg("text", { class: "axis-name", x: 0, y: 0, "text-anchor": "middle",
-    transform: `translate(12 ${(height - PAD.bottom + PAD.top) / 2}) rotate(-90)`, text: spec.y }));
+    transform: `translate(10 ${(height - PAD.bottom + PAD.top) / 2}) rotate(-90)`, text: spec.y }));
 }
 function trace(points, X, Y) {
   let path = "", isOpen = false;

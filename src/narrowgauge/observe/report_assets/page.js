@@ -52,7 +52,7 @@ function finding(found, at) {
   const show = canShow ? el("button", { type: "button", class: "show", onclick: () => reveal(found), "aria-label": `Show ${found.layer}, ${found.role}, over time`, text: "Show over time" }) : null;
   return el("li", { class: `finding ${found.severity}` },
     el("p", { class: "severity" }, el("span", { "aria-hidden": "true", text: sign }), ` ${word}${several() ? ` · ${run.name}` : ""}${found.step >= 0 ? ` · since step ${integer(found.step)}` : ""}`),
-    el("h3", { text: found.title }), el("p", { text: found.text }), found.remedy ? el("p", { class: "remedy" }, el("b", { text: "What to do: " }), found.remedy) : null, show, more);
+    el("h3", { text: found.title }), prose("p", found.text), found.remedy ? put(prose("p", found.remedy, el("b", { text: "What to do: " })), { class: "remedy" }) : null, show, more);
 }
 function reveal(found) {
   if (state.run !== found.run) { state.run = found.run; drawMap(); }
