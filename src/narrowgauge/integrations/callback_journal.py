@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import narrowgauge
 from narrowgauge.layers.gradients import recipe_of
-from narrowgauge.observe.header import header
+from narrowgauge.observe.run_header import header
 from narrowgauge.observe.journal import FILE_NAME, cut
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.ledger import ledger

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowgauge.observe.journal import Journal
+    from narrowgauge.observe.journal_writer import JournalWriter
     from narrowgauge.observe.observation import Observation
+    from narrowgauge.observe.run_header import header
 
 # public name -> its module; loaded on first use, so that importing the package stays cheap
-_HOMES = {"Journal": "journal", "Observation": "observation"}
+_HOMES = {"Journal": "journal", "JournalWriter": "journal_writer", "Observation": "observation", "header": "run_header"}
 
-__all__ = ["Journal", "Observation"]
+__all__ = ["Journal", "JournalWriter", "Observation", "header"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,16 +12,16 @@ from narrowgauge.observe.journal_rows import SCHEMA, Row, decode, encode
 class JournalWriter:
     """Appends rows. A row that the disk refuses is kept and written before the next one, so none is lost or torn."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         """Open for appending. Raises OSError."""
-        self.path = path
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.path = Path(path)
+        self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._pending: list[bytes] = []
 
     @classmethod
-    def create(cls, path: Path, header: Row) -> JournalWriter:
+    def create(cls, path: Path | str, header: Row) -> JournalWriter:
         """Start a new journal with its header, replacing one that is there."""
-        path.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
         journal = cls(path)
         journal.write("header", schema=SCHEMA, **header)
         return journal

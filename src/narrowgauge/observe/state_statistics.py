@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from narrowgauge.layers.gradient_hooks import KeptGradient
 from narrowgauge.numerics.tally import Figures, Tally
-from narrowgauge.observe.header import layer_of
+from narrowgauge.observe.run_header import layer_of
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.replace import current
 from narrowgauge.optim.watch import GRAD, UpdateWatch

@@ -10,7 +10,7 @@ import torch
 from narrowgauge import __version__
 from narrowgauge.errors import CheckpointError, RecipeError
 from narrowgauge.observe import journal
-from narrowgauge.observe.header import header
+from narrowgauge.observe.run_header import header
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.ledger import Ledger
 from narrowgauge.observe.observation import Precision

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.measure import sqnr_db
-from narrowgauge.observe.header import formats
+from narrowgauge.observe.run_header import formats
 from narrowgauge.optim.storage import decode
 from narrowgauge.tensors.quantized import QuantizedTensor
 from narrowgauge.tensors.tallies import values_of

@@ -26,8 +26,11 @@ _WEIGHT = ".weight"
 _DESCRIBED = (*HALF, torch.float32)
 
 
-def header(model: nn.Module, optimizer: Optimizer | None, recipe: Mapping[str, Any] | None) -> dict[str, Any]:
-    """environment, conversion, formats, and the recipe as `recipes.serialize.to_dict` writes it."""
+def header(model: nn.Module, optimizer: Optimizer | None, recipe: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """The fields of a journal's first row that follow from a prepared model: environment, conversion, formats, recipe.
+
+    recipe: as `recipes.serialize.to_dict` writes it, or its name.
+    """
     return {
         "environment": environment(model),
         "recipe": recipe,
