@@ -11,7 +11,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import DivergenceError
-from narrowgauge.observe.header import header
+from narrowgauge.observe.run_header import header
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.report_attention import attention
 from narrowgauge.observe.report_run import RunReader
