@@ -97,7 +97,7 @@ def _parser() -> Parser:
     parser.add_argument("--time-share", type=float, metavar="X", help="most time of products, as a share of all wide")
     parser.add_argument("--wide-layers", type=int, metavar="N", help="most layers in the compute dtype")
     parser.add_argument("--hand-rule", metavar="RULE", help="without a budget: the ends' layers (default) or blocks")
-    parser.add_argument("--batches", type=int, metavar="N", help="of the measurement; default 4")
+    parser.add_argument("--batches", type=int, metavar="N", help="of the measurement; default 8")
     parser.add_argument("--probe-batch-size", type=int, metavar="N", help="sequences in each of them; default 4")
     parser.add_argument("--steps", type=int, metavar="N", help="of each short run; default 100; 0, with RUN: only read")
     parser.add_argument("--seeds", type=int, metavar="N", help="short runs of each kind; default 1")

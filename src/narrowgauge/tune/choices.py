@@ -11,6 +11,7 @@ from narrowgauge.errors import ConfigError, RecipeError
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.observe.plan_state import layers_of
 from narrowgauge.recipes import library
+from narrowgauge.recipes.files import is_file_name
 from narrowgauge.recipes.layers import PRODUCT_FIELDS, products_of
 from narrowgauge.recipes.select import Candidate, select
 from narrowgauge.recipes.spec import GEMMS, OPERANDS, Recipe
@@ -57,7 +58,7 @@ def wide(base: Recipe) -> Recipe:
 
 
 def choices_of(base: Recipe, names: Sequence[str]) -> list[Choice]:
-    """The compute dtype, and the casts of each named recipe, within a resolved base recipe.
+    """The compute dtype, and the casts of each recipe, by name or by file, within a resolved base recipe.
 
     Raises RecipeError for an unknown name, for a recipe that casts no operand, and for one whose scales are delayed;
     ConfigError where there is none to choose, or one twice.
@@ -66,8 +67,6 @@ def choices_of(base: Recipe, names: Sequence[str]) -> list[Choice]:
         raise ConfigError(
             f"choices: expected names of recipes that cast, e.g. {', '.join(DEFAULT_CHOICES)}, found none"
         )
-    if len(set(names)) < len(names):
-        raise ConfigError(f"choices={', '.join(names)}: expected each name once: leave the second out")
     plain = wide(base)
     found = [Choice(plain.compute_format.name.lower(), plain, is_wide=True)]
     for name in names:
@@ -78,10 +77,15 @@ def choices_of(base: Recipe, names: Sequence[str]) -> list[Choice]:
                 "out"
             )
         casts = products_of(source)
+        name = source.name if is_file_name(name) else name
         if any(getattr(spec, "is_delayed", False) for spec in casts.values()):
             raise RecipeError(
                 f"choice '{name}': its scales follow from steps before, and single batches are measured here: expected "
                 "current scaling; use fp8_current"
+            )
+        if any(choice.name == name for choice in found):
+            raise ConfigError(
+                f"choices={', '.join(names)}: expected each name once, found '{name}' twice: leave one out"
             )
         found.append(Choice(name, plain.replace(name=name, **casts)))
     return found

@@ -30,7 +30,7 @@ class Options:
     bytes_share: float | None = None
     time_share: float | None = None
     wide_layers: int | None = None
-    batches: int = 4
+    batches: int = 8
     batch_size: int = 4
     steps: int = 100
     seeds: int = 1

@@ -80,7 +80,7 @@ def test_what_is_stored_and_sent_stays_the_base_recipes() -> None:
         (("fp32",), RecipeError, "casts no operand of a product, and bf16 is a choice anyway"),
         (("fp8_delayed",), RecipeError, "use fp8_current"),
         ((), ConfigError, "found none"),
-        (("nvfp4", "nvfp4"), ConfigError, "each name once"),
+        (("nvfp4", "nvfp4"), ConfigError, "each name once, found 'nvfp4' twice"),
     ],
 )
 def test_choices_that_are_none_say_so(names, error, message) -> None:
