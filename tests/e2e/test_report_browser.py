@@ -271,3 +271,4 @@ def test_the_live_page_follows_the_run(opened, tmp_path, monkeypatch):
         page.get_by_text("live, step 80").wait_for()
         assert page.locator("#detail-title").inner_text().split() == ["blocks.0.mlp.up", "weight"]  # the choice stays
         assert "80" in page.locator(".tiles").inner_text()
+        page.close()  # before the server: a browser complains of one that is gone
