@@ -56,7 +56,7 @@ def rendered(*emitted: events.Event, terminal: bool = False, log_every: int = 10
 
 def test_a_change_of_recipe_is_said_before_and_when_it_comes():
     start = the_start()
-    config = dataclasses.replace(start.config, switches=[SwitchConfig(9, "bf16")])
+    config = dataclasses.replace(start.config, recipe="fp8_delayed", switches=[SwitchConfig(9, "bf16")])
     changed = events.RecipeChanged(step=9, before="fp8_delayed", after="bf16", report=start.report)
     lines = rendered(dataclasses.replace(start, config=config), a_step(9), changed).splitlines()
     assert "         recipe bf16 after step 9" in lines
