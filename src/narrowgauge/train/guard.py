@@ -149,7 +149,7 @@ class Guard:
         decisions = self._weigh_everything(step)
         findings: dict[Key, tuple[Rung, Finding]] = {}
         for key, (spec, measures) in samples.items():
-            finding = judge(spec, measures, getattr(self.config, key[1]))
+            finding = judge(key[1], spec, measures, getattr(self.config, key[1]))
             if finding is not None:
                 findings[key] = spec, finding
         if not self._everything.climbed:
@@ -167,7 +167,7 @@ class Guard:
         if widest and finding.verdict is Verdict.TROUBLE:  # of a moment in FP32: what the narrower one would do
             finding = finding._replace(verdict=Verdict.INSIDE)
         move = standing.take(finding.verdict, config.confirm, config.calm)
-        if standing != Standing():
+        if move is not Move.NONE or standing.has_warned:
             self._standings[key] = standing
         if move is Move.NONE:
             return []

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from narrowgauge.numerics.companding import LINEAR
-from narrowgauge.recipes.spec import CastSpec
+from narrowgauge.recipes.spec import MOMENT_ROLES, CastSpec
 from narrowgauge.train.guard_ladder import FLUSHED, SATURATED, SQNR_DB
 from narrowgauge.train.sections import LimitsConfig
 
@@ -43,16 +43,19 @@ def normal_db(spec: CastSpec) -> float:
     return NORMAL_DB + DB_A_BIT * bits
 
 
-def judge(spec: CastSpec, measures: Mapping[str, float], limits: LimitsConfig) -> Finding | None:
+def judge(role: str, spec: CastSpec, measures: Mapping[str, float], limits: LimitsConfig) -> Finding | None:
     """What the measures of one cast say; None where none of them is judged.
 
-    spec: of the cast in force. Flushing is judged in formats of 8 bits and more: E2M1 makes zeros of a tenth of
-    normally distributed values, and of more where tails are longer, which the SQNR weighs. The SQNR is judged where
-    values are not companded: a curve has no fixed share of error.
+    spec: of the cast in force. Saturation is judged where the scale does not follow from the tensor at hand: else it is
+    the scale's own rounding, by an eighth at most. Flushing of operands is judged in formats of 8 bits and more: E2M1
+    makes zeros of a tenth of normally distributed values, and of more where tails are longer, which the SQNR weighs.
+    The SQNR is judged where values are not companded: a curve has no fixed share of error.
     """
+    may_flush = spec.format.bits >= 8 or role in MOMENT_ROLES
+    may_saturate = spec.is_delayed or not spec.is_scaled
     found: list[tuple[float, Finding]] = []
     for measure, limit in ((SATURATED, limits.saturated), (FLUSHED, limits.flushed)):
-        if measure == FLUSHED and spec.format.bits < 8:
+        if not (may_flush if measure == FLUSHED else may_saturate):
             continue
         value = measures.get(measure)
         if value is None or limit >= 1:

@@ -59,16 +59,17 @@ def test_the_normal_ratio_is_what_normal_values_measure(spec: ng.CastSpec) -> No
     ],
 )
 def test_limits_are_two_sided(measures: dict[str, float], verdict: Verdict, measure: str) -> None:
-    finding = judge(E4M3, measures, LIMITS)
+    finding = judge("input", ng.CastSpec(F.E4M3FN, scale=ng.Delayed()), measures, LIMITS)
     assert finding is not None and (finding.verdict, finding.measure) == (verdict, measure)
 
 
 def test_what_is_not_judged() -> None:
     nvfp4 = ng.CastSpec(F.E2M1FN, ng.Block(1, 16), ng.NVFP4)
-    assert judge(nvfp4, {"flushed": 0.3}, LIMITS) is None  # E2M1 flushes healthy values, too
-    assert judge(ng.CastSpec(F.BF16), {"sqnr_db": 5.0}, LIMITS) is None
-    assert judge(MOMENTS[8][0], {"sqnr_db": 5.0, "flushed": 1.0}, LimitsConfig(flushed=1.0)) is None
-    assert judge(E4M3, {"amax": 1.0}, LIMITS) is None
+    assert judge("input", nvfp4, {"flushed": 0.3}, LIMITS) is None  # E2M1 flushes healthy values, too
+    assert judge("input", nvfp4, {"saturated": 0.04}, LIMITS) is None  # its scales are rounded, downwards too
+    assert judge("input", ng.CastSpec(F.BF16), {"sqnr_db": 5.0}, LIMITS) is None
+    assert judge("exp_avg", MOMENTS[8][0], {"sqnr_db": 5.0, "flushed": 1.0}, LimitsConfig(flushed=1.0)) is None
+    assert judge("input", E4M3, {"amax": 1.0}, LIMITS) is None
 
 
 def climb(role: str, spec: ng.CastSpec | None, measure: str) -> list[str]:
