@@ -14,7 +14,7 @@ See docs/guard.md. In a loop of your own:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -257,6 +257,14 @@ class Guard:
                     self._moments.keep(p, role, spec)
                     changed = True
         return changed
+
+
+def recipe_of(state: Mapping[str, Any], recipe: Recipe) -> Recipe:
+    """The plain `recipe` with what the guard whose `state_dict` this is has widened in it."""
+    operands = {
+        (layer, role): spec and spec_from_dict(spec) for layer, role, spec in state["casts"] if role not in MOMENT_ROLES
+    }
+    return widened(recipe, operands, bool(state["everything"]["climbed"]))
 
 
 class Looks(Observation):

@@ -18,6 +18,9 @@ from narrowgauge.train.assemble import build_model
 from narrowgauge.train.checkpoint import load
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.evaluate import Evaluation, evaluate
+from narrowgauge.train.guard import recipe_of
+from narrowgauge.train.guard_apply import take_up_casts
+from narrowgauge.train.guard_run import STATE as GUARD
 from narrowgauge.train.run_folder import RunFolder
 
 
@@ -67,9 +70,12 @@ class Trained:
         tokenizer = Tokenizer.load(folder.tokenizer)
         target = config.torch_device()
         model = build_model(config, tokenizer.vocab_size).to(target)
+        recipe = config.build_recipe().resolve(target).at(step)
         if prepared:
-            prepare(model, None, config.build_recipe().resolve(target).at(step))
-        load(folder.checkpoint(step), model)
+            prepare(model, None, recipe)
+        extra = load(folder.checkpoint(step), model)
+        if prepared and GUARD in extra:
+            take_up_casts(model, recipe_of(extra[GUARD], recipe), {}, at_step=False)
         return cls(folder, config, step, model.eval(), tokenizer, target)
 
     def dataset(self, corpus: str | None = None, on_progress: Callable[[str], None] = lambda message: None) -> Dataset:
