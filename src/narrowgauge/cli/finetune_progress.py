@@ -49,7 +49,10 @@ class FinetuneReporter(Reporter):
         """Say what is trained, on what; start the live line."""
         config = event.config
         self.say(f"run      {event.run_dir}")
-        self.say(f"model    {config.model}, {event.parameters:,} parameters, recipe {config.recipe} on {event.device}")
+        self.say(
+            f"model    {config.model}, {event.parameters:,} parameters, "
+            f"recipe {config.build_recipe().name} on {event.device}"
+        )
         held_out = f", {event.eval_examples:,} held out" if event.eval_examples else ""
         self.say(f"data     {config.data}, {event.examples:,} examples{held_out}")
         self._begin(event.step, event.steps, event.report, event.resumed_from)

@@ -73,6 +73,7 @@ def run(config: FinetuneConfig, on_event: OnEvent = ignore) -> Outcome:
     Raises ConfigError, RecipeError, DataError; DivergenceError where the loss stays infinite or NaN.
     """
     config.check()
+    config = config.spelled_out()
     if config.output is None:
         config = dataclasses.replace(config, output=_default_output(config))
     folder = FinetuneRun.begin(config)
@@ -231,7 +232,7 @@ def _journal(
     if start is None:
         versions = {name.__name__: name.__version__ for name in (narrowgauge, torch, transformers, trl)}
         rows = JournalWriter.create(
-            folder.journal, {"task": config.task, "recipe": config.recipe, "versions": versions}
+            folder.journal, {"task": config.task, "recipe": config.build_recipe().name, "versions": versions}
         )
     else:
         step = step_of(start)
@@ -247,4 +248,4 @@ def _journal(
 
 def _default_output(config: FinetuneConfig) -> str:
     name = Path(config.model).name or "model"
-    return str(Path("runs") / f"{config.task}-{name}-{config.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
+    return str(Path("runs") / f"{config.task}-{name}-{config.build_recipe().name}-{datetime.now():%Y%m%d-%H%M%S}")

@@ -10,15 +10,15 @@ import dataclasses
 import math
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import yaml
 
 from narrowgauge.data.conversations import Format
 from narrowgauge.errors import ConfigError, closest
-from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.spec import Recipe
+from narrowgauge.train.config import named_recipe, spelled
 from narrowgauge.train.parse import build, read_yaml
 
 MODEL, DATA, TRAINING, SAMPLING, RUN = "model", "data", "training", "sampling and reward", "run"
@@ -108,7 +108,11 @@ class FinetuneConfig:
 
     def build_recipe(self) -> Recipe:
         """The recipe with its changed fields. Raises RecipeError."""
-        return recipe(self.recipe, **self.recipe_fields)
+        return named_recipe(self.recipe, self.recipe_fields)
+
+    def spelled_out(self) -> Self:
+        """The configuration with a recipe from a file written out, so that the file is not needed again."""
+        return dataclasses.replace(self, **spelled(self.recipe, self.recipe_fields))
 
     def torch_device(self) -> torch.device:
         """The device to train on. Raises ConfigError where this machine lacks it."""

@@ -230,15 +230,15 @@ class TrainConfig:
 
     def build_recipe(self) -> Recipe:
         """The recipe with its changed fields and its schedule. Raises RecipeError."""
-        built = _recipe(self)
+        built = named_recipe(self.recipe, self.recipe_fields)
         for switch in self.switches:
-            built = built.switch_at(switch.after_step, _recipe(switch))
+            built = built.switch_at(switch.after_step, named_recipe(switch.recipe, switch.recipe_fields))
         return built
 
     def spelled_out(self) -> TrainConfig:
         """The configuration with recipes from files written out, so that the files are not needed again."""
-        switches = [dataclasses.replace(switch, **_spelled(switch)) for switch in self.switches]
-        return dataclasses.replace(self, switches=switches, **_spelled(self))
+        switches = [dataclasses.replace(each, **spelled(each.recipe, each.recipe_fields)) for each in self.switches]
+        return dataclasses.replace(self, switches=switches, **spelled(self.recipe, self.recipe_fields))
 
     def torch_device(self) -> torch.device:
         """The device to train on. Raises ConfigError where this machine lacks it."""
@@ -273,16 +273,14 @@ class TrainConfig:
         return cls.from_dict(values or {})
 
 
-def _recipe(named: TrainConfig | SwitchConfig) -> Recipe:
-    """The recipe of a name and its changed fields, or of all its fields."""
-    if named.recipe == CUSTOM:
-        return from_dict(named.recipe_fields)
-    return recipe(named.recipe, **named.recipe_fields)
+def named_recipe(name: str, fields: dict[str, Any]) -> Recipe:
+    """The recipe of a configuration's `recipe` and `recipe_fields`. Raises RecipeError."""
+    return from_dict(fields) if name == CUSTOM else recipe(name, **fields)
 
 
-def _spelled(named: TrainConfig | SwitchConfig) -> dict[str, Any]:
-    """The fields that say all of a recipe from a file; none for others."""
-    return {"recipe": CUSTOM, "recipe_fields": to_dict(_recipe(named))} if is_file_name(named.recipe) else {}
+def spelled(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """`recipe` and `recipe_fields` that say all of a recipe from a file; nothing for others."""
+    return {"recipe": CUSTOM, "recipe_fields": to_dict(recipe(name, **fields))} if is_file_name(name) else {}
 
 
 CUSTOM = "custom"

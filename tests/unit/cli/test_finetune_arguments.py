@@ -12,6 +12,8 @@ from narrowgauge.cli.finetune import _ABOUT
 from narrowgauge.cli.main import main
 from narrowgauge.integrations.finetune_config import TASKS, SFTConfig, from_yaml, task_of
 from narrowgauge.integrations.finetune_run import FinetuneRun
+from narrowgauge.recipes.files import recipe_text
+from narrowgauge.recipes.library import recipe
 
 HERE = ["--model", "m", "--data", "d.jsonl"]
 
@@ -125,3 +127,13 @@ def test_without_the_libraries_the_extra_is_named(tmp_path: Path, capsys, monkey
     assert main(["sft", *HERE]) == 2
     assert "expected transformers 5.0 or newer, found 0.9.1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_from_a_file_is_spelled_out(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(recipe_text(recipe("bf16").replace(name="mine")))
+    config = SFTConfig(model="a", data="b", recipe=str(path), recipe_fields={"tf32": True})
+    spelled = config.spelled_out()
+    path.unlink()
+    assert spelled.recipe == "custom" and spelled.build_recipe() == recipe("bf16").replace(name="mine", tf32=True)
+    assert SFTConfig(model="a", data="b", recipe="bf16").spelled_out().recipe == "bf16"
