@@ -102,33 +102,39 @@ def read(path: Path, kinds: Collection[str] | None = None) -> Contents:
 
     Raises CheckpointError where another line is damaged, or the journal is of a newer schema.
     """
-    header: Row | None = None
-    rows: list[Row] = []
-    try:
-        for line in lines(path):
-            if header is None:
-                header = check_header(path, line)
-            elif line.row is None:
-                raise CheckpointError(line.problem)
-            elif kinds is None or line.row["kind"] in kinds:
-                rows.append(line.row)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: expected a run's journal, found {error.strerror}: is this a run folder?"
-        ) from None
-    return Contents(check_header(path, None) if header is None else header, rows)
+    rows = [row for row, _ in _rows(path) if kinds is None or row["kind"] in ("header", *kinds)]
+    return Contents(rows[0], rows[1:])
 
 
 def cut(path: Path, step: int, kinds: Collection[str] | None = None) -> Contents:
     """Remove every row after `step`, so that a run can be continued from there; return what `read` then would."""
-    contents = read(path, kinds)
-    end = 0
-    for line in lines(path):
-        assert line.row is not None  # else `read` would have raised
-        if line.row["kind"] != "header" and line.row["step"] > step:
+    rows, end = [], 0
+    for row, line_end in _rows(path):
+        if row["kind"] != "header" and row["step"] > step:
             break
-        end = line.end
+        end = line_end
+        if kinds is None or row["kind"] in ("header", *kinds):
+            rows.append(row)
     with path.open("r+b") as file:
         file.truncate(end)
         os.fsync(file.fileno())
-    return Contents(contents.header, [row for row in contents.rows if row["step"] <= step])
+    return Contents(rows[0], rows[1:])
+
+
+def _rows(path: Path) -> Iterator[tuple[Row, int]]:
+    """Every row and where its line ends, the header first. Raises CheckpointError."""
+    is_first = True
+    try:
+        for line in lines(path):
+            if is_first:
+                check_header(path, line)
+            if line.row is None:
+                raise CheckpointError(line.problem)
+            is_first = False
+            yield line.row, line.end
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: expected a run's journal, found {error.strerror}: is this a run folder?"
+        ) from None
+    if is_first:
+        check_header(path, None)

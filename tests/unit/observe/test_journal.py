@@ -98,3 +98,12 @@ def test_a_row_that_a_full_disk_tears_is_taken_back_and_written_later(
     log.write("step", step=2)
     log.close()
     assert [row["step"] for row in journal.read(path).rows] == [1, 2]
+
+
+def test_cut_reads_no_further_than_the_first_row_that_goes(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, 3)
+    path.write_bytes(path.read_bytes() + b"damaged\n")  # after what stays
+    contents = journal.cut(path, 2, ("evaluation",))
+    assert contents.rows == [] and contents.header["recipe"] == "fp16"
+    assert [row["step"] for row in journal.read(path).rows] == [1, 2]
