@@ -72,7 +72,7 @@ class FinetuneConfig:
     save_every: int = _option(RUN, "steps between checkpoints; 0: at the end only", 100, least=0)
     keep_last: int = _option(RUN, "checkpoints kept", 2, least=1)
     log_every: int = _option(RUN, "steps between progress lines; the journal has every step", 10, least=1)
-    statistics_every: int = _option(RUN, "steps between counts of saturated and flushed values; 0: never", 50, least=0)
+    statistics_every: int = _option(RUN, "steps between samples of what precision does; 0: never", 50, least=0)
 
     def check(self) -> None:
         """Raise ConfigError or RecipeError for the first value that is out of range or does not fit the others."""
