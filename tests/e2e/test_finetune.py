@@ -82,6 +82,12 @@ def test_sft_from_messages_to_a_model_that_transformers_loads(files: Path, model
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
     assert "saturated/weight" in steps[1] and "saturated/weight" not in steps[0]
+    header = journal.read(Path("runs/a/journal.jsonl")).header
+    assert header["task"] == "sft" and header["recipe"]["name"] == "narrow8" and header["environment"]
+    sampled = rows("runs/a", "precision")
+    assert [row["step"] for row in sampled] == [2, 4] and [row["step"] for row in rows("runs/a", "bytes")] == [1]
+    down = "model.layers.0.mlp.down_proj"
+    assert sampled[0]["layers"][down].keys() == header["formats"][down].keys()
     evaluations = rows("runs/a", "evaluation")
     assert [row["step"] for row in evaluations] == [2, 4]
     assert figures["held_out"]["loss"] == evaluations[-1]["loss"]
