@@ -61,8 +61,8 @@ class Trainer(transformers.Trainer):
     Args:
         recipe: a recipe or its name. It says what `bf16`, `fp16` and `tf32` of the arguments would: those that agree
             with it change nothing, the others are refused.
-        statistics_every: optimizer steps between counts of saturated and flushed values, which are logged with the
-            next loss as `saturated/ROLE` and `flushed/ROLE`, shares in [0, 1]; 0: never.
+        statistics_every: optimizer steps between samples of what precision does, which are logged with the next loss
+            and written into the journal, see `RecipeCallback`; 0: never.
         *args: as transformers takes them.
         **kwargs: as transformers takes them.
 
