@@ -78,8 +78,8 @@ def worst(layers: Layers) -> list[tuple[str, str, str, str]]:
 
 
 def bytes_by_role(roles: Mapping[str, int]) -> str:
-    """`bytes  param 12.3 MB  grad 6.1 MB  total 18.4 MB`."""
-    sizes = {**roles, "total": sum(roles.values())}
+    """`bytes  total 18.4 MB  param 12.3 MB  grad 6.1 MB`: a narrow terminal cuts the end off."""
+    sizes = {"total": sum(roles.values()), **roles}
     return "  ".join(["bytes", *(f"{role} {_size(size)}" for role, size in sizes.items())])
 
 

@@ -34,7 +34,7 @@ def test_the_worst_come_first_and_small_shares_and_exact_casts_not_at_all() -> N
 
 
 def test_bytes_are_in_units_that_can_be_read() -> None:
-    assert bytes_by_role(ROLES) == "bytes  param 12.3 MB  grad 6.0 kB  exp_avg 17 B  total 12.4 MB"
+    assert bytes_by_role(ROLES) == "bytes  total 12.4 MB  param 12.3 MB  grad 6.0 kB  exp_avg 17 B"
 
 
 def test_a_narrow_terminal_gets_one_line_a_row() -> None:
