@@ -102,7 +102,7 @@ def _precision(names: Collection[str], roles: Collection[str], rng: np.random.Ge
             a, b = noise[at, other].tolist()
             amax = 4.0 * 2.0**a
             form = FORMAT_OF.get(role, "E4M3FN")
-            cell = {"amax": amax, "scale": amax / RANGES[form][0], "saturated": 0.0, "flushed": 1e-4 * 2.0**b,
+            cell = {"amax": amax, "scale": amax / RANGES[form][0], "saturated": 0.0, "flushed": 1e-5 * 2.0**b,
                     "sqnr_db": SQNR_OF[form] + b}  # fmt: skip
             if role == "grad":
                 cell["zero"] = 0.01 + 0.002 * a

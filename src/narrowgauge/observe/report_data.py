@@ -12,8 +12,9 @@ import numpy as np
 from narrowgauge.observe.report_attention import attention, checked, sampling
 from narrowgauge.observe.report_bins import FEWEST, coded, packed, shrunk, shrunk_steps
 from narrowgauge.observe.report_precision import ROLES, Cell
-from narrowgauge.observe.report_rules import SEVERITIES, expected_sqnr_db
+from narrowgauge.observe.report_rules import SEVERITIES
 from narrowgauge.observe.report_run import RunReader
+from narrowgauge.observe.report_words import expected_sqnr_db
 
 VERSION = 1  # of this structure
 STEP_BINS = 1000

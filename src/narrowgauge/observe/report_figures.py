@@ -12,7 +12,7 @@ import numpy as np
 from narrowgauge.observe.picture import Chart, Line, line_chart
 from narrowgauge.observe.picture_maps import heat_map, stacked
 from narrowgauge.observe.report_bins import INFINITE, LARGEST_CODE, MISSING, ZERO
-from narrowgauge.observe.report_rules import amount
+from narrowgauge.observe.report_words import amount
 
 TYPES = {"u16": "<u2", "u32": "<u4", "f32": "<f4"}
 SQNR_EDGES = (3, 6, 9, 12, 15, 18, 21, 26, 32)  # dB, as on the page

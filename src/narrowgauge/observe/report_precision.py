@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,16 +30,18 @@ class Tally:
     calm, samples since. Steps are -1 where there is none.
     """
 
-    def __init__(self, limits: tuple[float, ...], worst_is_low: bool = False) -> None:
-        self.limits, self.worst_is_low = limits, worst_is_low
+    def __init__(self, limits_of: Callable[[Cell], tuple[float, ...]], limits: int, worst_is_low: bool = False) -> None:
+        """limits_of: so many limits for a cell; NaN: it has none."""
+        self.limits_of, self.worst_is_low = limits_of, worst_is_low
+        self._limits = np.zeros((limits, 0))
         self.first = self.worst = self.last = np.zeros(0)
         self.worst_step = self.samples = np.zeros(0, np.int64)
-        empty = np.zeros((len(limits), 0), np.int64)
+        empty = np.zeros((limits, 0), np.int64)
         self.since, self.until, self.streak, self.beyond, self.calm = (empty.copy() for _ in range(5))
 
-    def add(self, step: int, values: np.ndarray, unit: np.ndarray | None = None) -> None:
-        """Take in a sample, (cells,), NaN where there is none. unit: what the limits are relative to, (cells,)."""
-        self._grow(len(values))
+    def add(self, step: int, values: np.ndarray, cells: Sequence[Cell]) -> None:
+        """Take in a sample, (cells,), NaN where there is none."""
+        self._grow(cells)
         known = ~np.isnan(values)
         sign = -1.0 if self.worst_is_low else 1.0
         self.first = np.where(np.isnan(self.first), values, self.first)
@@ -48,10 +50,9 @@ class Tally:
         is_worse = known & ~(sign * values <= sign * self.worst)
         self.worst = np.where(is_worse, values, self.worst)
         self.worst_step = np.where(is_worse, step, self.worst_step)
-        for at, limit in enumerate(self.limits):
-            bound = limit if unit is None else unit + limit
+        for at, limits in enumerate(self._limits):
             with np.errstate(invalid="ignore"):
-                is_beyond = known & (sign * values >= sign * bound)
+                is_beyond = known & (sign * values >= sign * limits)
             self.since[at] = np.where(is_beyond & (self.since[at] < 0), step, self.since[at])
             begins = is_beyond & ((self.streak[at] < 0) | (self.calm[at] > 0))
             self.streak[at] = np.where(begins, step, self.streak[at])
@@ -59,10 +60,12 @@ class Tally:
             self.beyond[at] += is_beyond
             self.calm[at] = np.where(is_beyond, 0, self.calm[at] + known)
 
-    def _grow(self, cells: int) -> None:
-        more = cells - len(self.first)
+    def _grow(self, cells: Sequence[Cell]) -> None:
+        more = len(cells) - len(self.first)
         if more <= 0:
             return
+        fresh = np.array([self.limits_of(cell) for cell in cells[len(self.first) :]], np.float64)
+        self._limits = np.concatenate([self._limits, fresh.T], axis=1)
         for name in ("first", "worst", "last"):
             setattr(self, name, np.pad(getattr(self, name), (0, more), constant_values=math.nan))
         self.worst_step = np.pad(self.worst_step, (0, more), constant_values=-1)
@@ -80,18 +83,14 @@ class PrecisionReader:
         self.tallies = dict(tallies)
         self.steps_sampled: list[int] = []  # the first and the last two: how often was sampled
         self._index: dict[Cell, int] = {}
-        self._units: dict[str, np.ndarray] = {}
 
     @property
     def samples(self) -> int:
         """Rows taken in."""
         return self.bins.samples
 
-    def add(self, step: int, layers: Any, expected_sqnr_db: Mapping[Cell, float] | None = None) -> None:
-        """Take in {layer: {role: {measure: number}}}; what is no number is passed over.
-
-        expected_sqnr_db: what each cell's format gives, which its SQNR is judged against.
-        """
+    def add(self, step: int, layers: Any) -> None:
+        """Take in {layer: {role: {measure: number}}}; what is no number is passed over."""
         columns: dict[str, list[float]] = {}
         for layer, roles in layers.items() if isinstance(layers, dict) else ():
             for role, measures in roles.items() if isinstance(roles, dict) else ():
@@ -114,10 +113,7 @@ class PrecisionReader:
         self.steps_sampled = [*self.steps_sampled[:1], *self.steps_sampled[-1:], step][-3:]
         for measure, tally in self.tallies.items():
             if measure in columns:
-                unit = None
-                if measure == "sqnr_db":
-                    unit = np.array([(expected_sqnr_db or {}).get(cell, math.nan) for cell in self.cells])
-                tally.add(step, np.array(columns[measure]), unit)
+                tally.add(step, np.array(columns[measure]), self.cells)
 
     def summary(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
         """{layer: {role: {measure: {"first", "worst", "worst_step", "last"}}}} of the measures that rules look at."""

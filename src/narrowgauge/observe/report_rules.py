@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from narrowgauge.numerics import formats
 from narrowgauge.observe.report_precision import Cell, PrecisionReader, Tally
+from narrowgauge.observe.report_words import amount, expectation, expected_sqnr_db, headline, of_format, remedy
 
 SERIOUS, LOOK, NOTE = "serious", "look", "note"
 SEVERITIES = (SERIOUS, LOOK, NOTE)
 OVER_AFTER = 3  # calm samples after which a trouble is over
 HARMLESS_DB = 3.0  # below what the format gives: what was flushed is little of the whole
 UNKNOWN_SQNR_DB = 25.0  # what a format that is no floating-point format is judged against
-ROLE_WORDS = {
-    "input": "input", "weight": "weight", "grad_output": "gradient of its output", "grad": "gradient",
-    "exp_avg": "first moment", "exp_avg_sq": "second moment", "param": "parameter", "collective": "what is sent of it",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,33 +62,38 @@ RULES = (
     CellRule("low SQNR", "sqnr_db", -10.0, -20.0, "signal to quantization noise", worst_is_low=True, relative=True),
     CellRule("lost updates", "lost", 0.25, 0.75, "of its updates changed no bit of the parameter"),
 )
+# a second moment of zero divides the update by nothing; a first moment of zero makes a step of nothing, as it should
+FLUSHED_MOMENTS = {"exp_avg": (math.nan, math.nan), "exp_avg_sq": (1e-3, 1e-2)}
 DEAD, RISEN_FROM, RISEN_TO = 1.0, 0.25, 0.5  # shares of exact zeros in a gradient
 
 
-def expected_sqnr_db(name: Any) -> float | None:
-    """SQNR of a format of m mantissa bits where nothing saturates or underflows: 6.02 m + 14.1 dB; None: not known.
-
-    Rounding errors are even over a unit in the last place, 2^-m of the power of two below the value, of values spread
-    evenly over the logarithm: their mean square is 3 / (2 ln 2) of that power of two's.
-    """
-    found = getattr(formats, name, None) if isinstance(name, str) else None
-    if not isinstance(found, formats.Format) or found.is_integer:
-        return None
-    return 10 * math.log10(12 * 1.5 / math.log(2)) + 20 * math.log10(2) * found.mantissa_bits
+def cell_tallies(spec_of: Callable[[Cell], Mapping[str, Any]]) -> dict[str, Tally]:
+    """A tally for each measure that a rule looks at. spec_of: the format of a cell, as a journal's header has it."""
+    found = {rule.measure: Tally(_limits_of(rule, spec_of), 2, rule.worst_is_low) for rule in RULES}
+    return found | {"zero": Tally(lambda cell: (DEAD,), 1)}
 
 
-def cell_tallies() -> dict[str, Tally]:
-    """A tally for each measure that a rule looks at."""
-    found = {rule.measure: Tally((rule.look, rule.serious), rule.worst_is_low) for rule in RULES}
-    return found | {"zero": Tally((DEAD,))}
+def _limits_of(rule: CellRule, spec_of: Callable[[Cell], Mapping[str, Any]]) -> Callable[[Cell], tuple[float, ...]]:
+    def limits(cell: Cell) -> tuple[float, ...]:
+        if rule.name == "flushed":
+            return FLUSHED_MOMENTS.get(cell.role, (rule.look, rule.serious))
+        if not rule.relative:
+            return rule.look, rule.serious
+        given = expected_sqnr_db(spec_of(cell).get("format"))
+        given = UNKNOWN_SQNR_DB if given is None else given
+        return given + rule.look, given + rule.serious
+
+    return limits
 
 
 def thresholds() -> list[str]:
     """What the rules look for, in words, in the order in which they are tried."""
     return [
         "saturation: 0.1 % of a tensor's values or more cut off at the format's largest; from 1 % on it is serious",
-        "flushed: 10 % or more of the values that are not zero became zero in the cast; from 50 % on it is serious; a "
-        "step less where the SQNR stays within 3 dB of what the format gives",
+        "flushed: 10 % or more of the values that are not zero became zero in the cast, of second moments 0.1 %; from "
+        "50 % and 1 % on it is serious; first moments are not judged",
+        f"both a step less where the SQNR stays within {HARMLESS_DB:.0f} dB of what the format gives (saturation: if "
+        "the scale is not a delayed one)",
         "low SQNR: 10 dB or more below what the format gives (6.02 dB for each mantissa bit, and 14.1); from 20 dB on "
         f"it is serious; integers and unknown formats are judged against {UNKNOWN_SQNR_DB:.0f} dB",
         "lost updates: 25 % or more of a parameter's updates changed no bit of it; from 75 % on it is serious",
@@ -113,7 +114,7 @@ def _by_role(rule: CellRule, reader: PrecisionReader, specs: Mapping[Cell, Mappi
     groups: dict[tuple[str, str], list[int]] = {}
     for at in np.flatnonzero(tally.beyond[0]).tolist():
         severity = _severity(tally, at)
-        if rule.name == "flushed" and _is_harmless(reader, at, specs):
+        if _is_harmless(rule, reader, at, specs):
             severity = SEVERITIES[min(SEVERITIES.index(severity) + 1, len(SEVERITIES) - 1)]
         groups.setdefault((severity, reader.cells[at].role), []).append(at)
     found = []
@@ -130,9 +131,17 @@ def _severity(tally: Tally, at: int) -> str:
     return NOTE if is_over else LOOK
 
 
-def _is_harmless(reader: PrecisionReader, at: int, specs: Mapping[Cell, Mapping[str, Any]]) -> bool:
-    """True where the SQNR of a cell is known and never lay clearly below what its format gives."""
-    expected = expected_sqnr_db(specs.get(reader.cells[at], {}).get("format"))
+def _is_harmless(rule: CellRule, reader: PrecisionReader, at: int, specs: Mapping[Cell, Mapping[str, Any]]) -> bool:
+    """True where what was flushed, or cut off by a scale of the values' own, is little of the whole.
+
+    The cell's SQNR says so: it never lay clearly below what the format gives. A delayed scale that is too small once
+    may be far too small the next time.
+    """
+    spec = specs.get(reader.cells[at], {})
+    is_own = bool(spec.get("scale")) and "delayed" not in str(spec["scale"]).lower()
+    if rule.name != "flushed" and not (rule.name == "saturation" and is_own):
+        return False
+    expected = expected_sqnr_db(spec.get("format"))
     worst = reader.tallies["sqnr_db"].worst
     return expected is not None and at < len(worst) and bool(worst[at] >= expected - HARMLESS_DB)
 
@@ -152,20 +161,20 @@ def _finding(
     since = int(tally.since[0, at])
     worst = amount(rule.measure, tally.worst[at])
     if rule.relative:
-        said = f"{worst} of {rule.what}{_expectation(spec)}, worst"
+        said = f"{worst} of {rule.what}{expectation(spec)}, worst"
     else:
-        said = f"{'Up to ' if tally.beyond[0, at] > 1 else ''}{worst} {rule.what}{_of_format(spec)}, worst"
+        said = f"{'Up to ' if tally.beyond[0, at] > 1 else ''}{worst} {rule.what}{of_format(spec)}, worst"
     text = (
         f"{said} at step {tally.worst_step[at]:,}; first at step {since:,}, in {tally.beyond[0, at]:,} of "
         f"{tally.samples[at]:,} sampled steps{_ending(tally, at)}."
     )
-    if rule.name == "flushed" and _is_harmless(reader, at, specs):
+    if _is_harmless(rule, reader, at, specs):
         sqnr = amount("sqnr_db", reader.tallies["sqnr_db"].worst[at])
         text += f" They are little of the whole: its SQNR was {sqnr} at worst, near the best of its format."
     more = f" and {len(cells) - 1:,} more" if len(cells) > 1 else ""
     return Finding(
-        severity, rule.name, f"{cell.layer}{more}: {_headline(rule, role)}", text,
-        _remedy(rule.name, cell, spec), since, cell.layer, role, rule.measure,
+        severity, rule.name, f"{cell.layer}{more}: {headline(rule.name, role)}", text,
+        remedy(rule.name, cell, spec), since, cell.layer, role, rule.measure,
         tuple(_entry(reader, rule.measure, n, tally.since[0, n], tally.worst[n]) for n in cells),
     )  # fmt: skip
 
@@ -182,51 +191,6 @@ def _ending(tally: Tally, at: int) -> str:
     if tally.streak[0, at] != tally.since[0, at]:
         return f", and again since step {tally.streak[0, at]:,} up to the last sample"
     return ", up to the last sample"
-
-
-def _headline(rule: CellRule, role: str) -> str:
-    words = ROLE_WORDS.get(role, role)
-    return {
-        "saturation": f"values of the {words} are cut off",
-        "flushed": f"small values of the {words} vanish",
-        "low SQNR": f"the {words} is coarser than its format should make it",
-        "lost updates": f"updates of the {words} are lost",
-    }[rule.name]
-
-
-def _of_format(spec: Mapping[str, Any]) -> str:
-    name = spec.get("format")
-    return f" ({name}, {spec.get('granularity', 'granularity unknown')})" if name else ""
-
-
-def _expectation(spec: Mapping[str, Any]) -> str:
-    expected = expected_sqnr_db(spec.get("format"))
-    return "" if expected is None else f", where {spec['format']} gives about {expected:.0f} dB"
-
-
-def _remedy(rule: str, cell: Cell, spec: Mapping[str, Any]) -> str:
-    wider = f'keep this layer wide: `recipe.for_layers("{cell.layer}", "bf16")`'
-    if cell.role not in ("input", "weight", "grad_output"):
-        wider = f"take a recipe with a wider {cell.role} role (`narrowgauge chart` shows them)"
-    if rule == "saturation":
-        if "delayed" in str(spec.get("scale", "")).lower():
-            return (
-                "The scale is a delayed one: it follows from earlier steps, and the values grew faster. Take a recipe "
-                f"that scales by the step's own values (fp8_current, mxfp8), a margin, or {wider}."
-            )
-        return f"Look whether amax grows without end (then the learning rate is too high); else {wider}."
-    if rule == "flushed":
-        exponents = "" if spec.get("format") == "E5M2" else ", or a format of more exponent bits (E5M2),"
-        return (
-            f"A few large values set the scale for all. Smaller blocks (fp8_block, mxfp8){exponents} keep small ones; "
-            f"or {wider}."
-        )
-    if rule == "low SQNR":
-        return f"Look at its histogram: outliers, or values below the format's range. Smaller blocks help, or {wider}."
-    return (
-        "The updates are smaller than half a step of the stored parameter. Take a recipe with a master copy or "
-        "residual (bf16, narrow8) or stochastic rounding (bf16_pure), or a larger learning rate."
-    )
 
 
 def _zeros(reader: PrecisionReader) -> list[Finding]:
@@ -266,15 +230,3 @@ def _zeros(reader: PrecisionReader) -> list[Finding]:
             Finding(severity, "dead gradients", title, text, remedy, since, cell.layer, cell.role, "zero", layers)
         )
     return found
-
-
-def amount(measure: str, value: float) -> str:
-    """A measured value in words: 12.3 dB, 0.45 %."""
-    if not math.isfinite(value):
-        return "not finite" if value != value else ("exact" if measure == "sqnr_db" else "infinite")
-    if measure == "sqnr_db":
-        return f"{value:.1f} dB"
-    if measure in ("amax", "scale"):
-        return f"{value:.3g}"
-    percent = 100 * value
-    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"

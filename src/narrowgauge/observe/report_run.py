@@ -15,7 +15,7 @@ from narrowgauge.observe.journal_rows import Line, Row, lines
 from narrowgauge.observe.loss_band import RobustBand
 from narrowgauge.observe.report_histograms import HistogramReader
 from narrowgauge.observe.report_precision import ALL_LAYERS, Cell, PrecisionReader
-from narrowgauge.observe.report_rules import cell_tallies, expected_sqnr_db
+from narrowgauge.observe.report_rules import cell_tallies
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale")
 EVENTS = ("recipe", "warning", "resumed", "guard")
@@ -114,7 +114,7 @@ class RunReader:
         self.events: list[Row] = []
         self.events_left_out = 0
         self.bytes: Row | None = None
-        self.precision = PrecisionReader(cell_tallies())
+        self.precision = PrecisionReader(cell_tallies(self.format_of))
         self.histograms = HistogramReader()
         self.has_layers = False
         self._steps, self._skipped = array("q"), array("b")
@@ -123,12 +123,6 @@ class RunReader:
         self._line: Line | None = None  # the last one taken in, without its row
         self._size = 0
         self._tail = b""
-        self._expected = {
-            Cell(layer, role): found
-            for layer, roles in _mapping(self.header.get("formats")).items()
-            for role, spec in _mapping(roles).items()
-            if (found := expected_sqnr_db(_mapping(spec).get("format"))) is not None
-        }
 
     def _private(self, text: str) -> str:
         return text.replace(str(self.journal.path), self.journal.path.name)
@@ -139,7 +133,7 @@ class RunReader:
             self._take_step(row)
         elif kind == "precision":
             self.has_layers = True
-            self.precision.add(step, row.get("layers"), self._expected)
+            self.precision.add(step, row.get("layers"))
         elif kind == "histograms":
             self.histograms.add(step, row.get("layers"))
         elif kind == "evaluation":

@@ -13,7 +13,7 @@ from synthetic_run import write_run
 
 def saturated(step, row):
     if row["kind"] == "precision":
-        row["layers"]["blocks.0.mlp.up"]["input"]["saturated"] = 0.63
+        row["layers"]["blocks.0.mlp.up"]["input"].update(saturated=0.63, sqnr_db=3.1)
     return row
 
 

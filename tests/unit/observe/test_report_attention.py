@@ -11,8 +11,9 @@ import pytest
 from narrowgauge.numerics import formats
 from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_attention import attention, checked
-from narrowgauge.observe.report_rules import Finding, expected_sqnr_db
+from narrowgauge.observe.report_rules import Finding
 from narrowgauge.observe.report_run import RunReader
+from narrowgauge.observe.report_words import expected_sqnr_db
 from synthetic_run import write_run
 
 CALM_ON_CPU = ("conversion",)  # emulation is noted
@@ -55,7 +56,7 @@ def test_a_clean_run_has_nothing_and_says_what_was_checked(tmp_path):
 
 def test_case_16_saturation_by_a_stale_scale(tmp_path):
     """A tensor grew 100 times: its values are cut off. Which, since when, how many and what to do is said."""
-    change = cell("blocks.0.mlp.up", "input", saturated=0.63, since=120)
+    change = cell("blocks.0.mlp.up", "input", saturated=0.63, sqnr_db=28.0, since=120)
     formats_ = {"blocks.0.mlp.up": {"input": {"format": "E4M3FN", "granularity": "per tensor", "scale": "delayed",
                                               "max": 448.0, "min": 2.0**-9}}}  # fmt: skip
     (found,) = found_in(tmp_path / "stale", change=change, formats=formats_)
@@ -75,7 +76,8 @@ def test_case_16_saturation_by_a_stale_scale(tmp_path):
     [(0.0009, 200, None), (0.001, 200, "look"), (0.0101, 200, "serious"), (0.5, 150, "look"), (0.002, 150, "note")],
 )
 def test_saturation_is_judged_by_its_share_and_by_whether_it_lasts(tmp_path, share, until, severity):
-    found = found_in(tmp_path / "run", change=cell("blocks.0.attention.q", "weight", saturated=share, until=until))
+    change = cell("blocks.0.attention.q", "weight", saturated=share, sqnr_db=28.0, until=until)
+    found = found_in(tmp_path / "run", change=change)
     assert [each.severity for each in found] == ([severity] if severity else [])
     if severity and until == 150:
         assert "not since step 150" in found[0].text
@@ -141,6 +143,30 @@ def test_flushed_gradients(tmp_path, flushed, sqnr_db, severity):
         assert "E5M2" not in found[0].remedy  # it is that already
 
 
+@pytest.mark.parametrize(("scale", "severity"), [("current", "look"), ("delayed", "serious"), ("", "serious")])
+def test_what_a_scale_of_the_values_own_cuts_off_is_judged_by_what_it_weighs(tmp_path, scale, severity):
+    """A power of two rounded down cuts an eighth off the largest values; a delayed scale knows no such bound."""
+    spec = {"format": "E4M3FN", "granularity": "1x32", "scale": scale, "max": 448.0, "min": 2.0**-9}
+    change = cell("blocks.0.mlp.up", "input", saturated=0.02, sqnr_db=31.0)
+    (found,) = found_in(tmp_path / "run", change=change, formats={"blocks.0.mlp.up": {"input": spec}})
+    assert (found.severity, found.rule) == (severity, "saturation")
+    assert ("little of the whole" in found.text) == (severity == "look")
+
+
+@pytest.mark.parametrize(
+    ("role", "flushed", "severity"),
+    [
+        ("exp_avg_sq", 0.0009, None),
+        ("exp_avg_sq", 0.001, "look"),
+        ("exp_avg_sq", 0.01, "serious"),
+        ("exp_avg", 0.9, None),
+    ],
+)
+def test_flushed_moments(tmp_path, role, flushed, severity):
+    found = found_in(tmp_path / "run", change=cell("blocks.0.mlp.up", role, flushed=flushed))
+    assert [(each.severity, each.rule) for each in found] == ([(severity, "flushed")] if severity else [])
+
+
 @pytest.mark.parametrize(("below", "severity"), [(9.9, None), (10.1, "look"), (20.1, "serious")])
 def test_low_sqnr_is_judged_against_the_format(tmp_path, below, severity):
     expected = expected_sqnr_db("E4M3FN")
@@ -181,7 +207,7 @@ def test_many_layers_make_one_finding_with_the_worst_first(tmp_path):
     def change(step, row):
         if row["kind"] == "precision":
             for at, roles in enumerate(row["layers"].values()):
-                roles["input"]["saturated"] = 0.02 * (at + 1)
+                roles["input"].update(saturated=0.02 * (at + 1), sqnr_db=28.0)
         return row
 
     (found,) = found_in(tmp_path / "run", change=change)

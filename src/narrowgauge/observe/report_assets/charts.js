@@ -187,17 +187,18 @@ function histogram(spec) {
   const frame = el("div", { class: "frame", role: "img" });
   host.append(el("figcaption", {}, el("strong", { text: spec.title }), spec.note ? el("span", { text: spec.note }) : null), frame);
   const least = spec.range ? Math.log2(spec.range[0]) : null, largest = spec.range ? Math.log2(spec.range[1]) : null;
-  const place = (exponent) => (spec.range === null ? "" : exponent + 1 <= least ? "below" : exponent > largest ? "above" : "");
+  // below half of the smallest positive value, or wholly above the largest
+  const place = (exponent) => (spec.range === null ? "" : exponent + 1 <= least - 1 ? "below" : exponent > largest ? "above" : "");
   host.append(fold(`${spec.id}-table`, "Data as a table", ["magnitude from", "share of the values", ""],
     () => [...spec.shares].map((share, at) => [power(2, spec.low + at), percent(share),
-      { below: "below the range", above: "above the range", "": "" }[place(spec.low + at)]])));
+      { below: "becomes zero", above: "cut off", "": "" }[place(spec.low + at)]])));
   let below = 0, above = 0;
   spec.shares.forEach((share, at) => {
     if (place(spec.low + at) === "below") below += share;
     if (place(spec.low + at) === "above") above += share;
   });
   frame.setAttribute("aria-label", `${spec.title}: values from ${power(2, spec.low)} to ${power(2, spec.low + spec.shares.length)}`
-    + (spec.range ? `; ${percent(below)} lie below the format's range, ${percent(above)} above it` : ""));
+    + (spec.range ? `; ${percent(below)} become zero, ${percent(above)} are cut off` : ""));
   host.redraw = () => drawHistogram(spec, frame, place, least, largest);
   return host;
 }
@@ -207,7 +208,7 @@ function drawHistogram(spec, frame, place, least, largest) {
   let from = spec.low, to = spec.low + spec.shares.length;
   if (spec.range) { from = Math.min(from, Math.floor(least)); to = Math.max(to, Math.ceil(largest) + 1); }
   from -= 1; to += 1;
-  const left = 46, right = 8, X = (exponent) => left + (width - left - right) * (exponent - from) / (to - from);
+  const left = 62, right = 8, X = (exponent) => left + (width - left - right) * (exponent - from) / (to - from);
   const bottom = height - 32, Y = (share) => bottom - (bottom - 8) * (1 - Math.log(Math.max(share, LEAST_SHARE)) / Math.log(LEAST_SHARE));
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", focusable: "false" });
   if (spec.range)
