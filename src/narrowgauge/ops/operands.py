@@ -247,7 +247,8 @@ def cast_by(
         kept = _stored_codes(x, spec, x.spec if stored is None else stored, count)
         if kept is not None:
             return kept
-        x = x.dequantize()
+        if count or amax is not None or not spec.is_scaled:
+            x = x.dequantize()
     if not spec.is_scaled and not spec.format.is_narrow and not spec.is_stochastic:
         return _cast_wide(x, spec, count)
     keep_codes = keep_codes or carrier is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,15 @@ from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics import kernels, scaling
+from narrowgauge.numerics.formats import FP16
+from narrowgauge.numerics.kernels.tracing import is_traced
 from narrowgauge.numerics.rounding import NONZERO
 from narrowgauge.numerics.scaling import CURRENT, NONE, NVFP4, TENSOR_POW2, ULP, Delayed, ScaleRule
 from narrowgauge.recipes.spec import CastSpec
 from narrowgauge.tensors import parted_amax, tiles
 
+# a float16 code, at least 2^-24, times a power of two within 2^+-90 is a normal number of float32, or zero
+_MOST_FOLDED = 90
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)
 
@@ -63,11 +68,13 @@ def cast_operand(
 
     Raises RecipeError for a spec with delayed scaling and no `quant_scale`, or a stochastic one and no `key`.
     """
+    factor = None
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         kept = None if amax is not None else _codes_as_they_are(x, spec, quant_scale, carrier, count)
         if kept is not None:
             return kept
-        x = _plain(x)
+        factor = None if count or amax is not None or quant_scale is not None else _foldable_scale(x, spec)
+        x = _plain(x) if factor is None else x.codes  # type: ignore[attr-defined]
     if x.dtype is torch.float64:
         x = x.float()
     key = _key_for(spec, key)
@@ -76,14 +83,14 @@ def cast_operand(
         done = _cast_blocks(whole, spec, keep_codes, carrier, count, key, stream)
         return done if amax is None else parted_amax.cut(done, x, spec)
     if amax is None and (spec.is_scaled or count):
-        amax = kernels.amax(x)
+        amax = kernels.amax(x) if factor is None else kernels.amax(x) * factor
     if quant_scale is None and spec.is_scaled:
         assert amax is not None
         quant_scale = scaling.quant_scale_of(amax, spec.format, _current_rule(spec))
     dequant_scale = None if quant_scale is None else scaling.dequant_scale_of(quant_scale)
     result = kernels.quantize(
         x,
-        quant_scale,
+        quant_scale if quant_scale is None or factor is None else quant_scale * factor,
         spec.format,
         saturating=saturates(spec),
         codes=keep_codes,
@@ -203,6 +210,24 @@ def _plain(x: Tensor) -> Tensor:
     from narrowgauge.tensors.quantized import QuantizedTensor
 
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def _foldable_scale(x: Tensor, spec: CastSpec) -> Tensor | None:
+    """The scale of float16 codes that may join the cast's own: casting the codes gives the bits of casting the values.
+
+    A power of two, by which no code overflows or loses a digit, and no scale of the cast either: the two products, with
+    one and then the other, are then one, and no float32 copy of the values is made. None: they are to be decoded.
+    """
+    from narrowgauge.tensors.quantized import QuantizedTensor
+
+    if not isinstance(x, QuantizedTensor) or x.spec.format != FP16 or x.spec.in_blocks or x.dtype is not torch.float32:
+        return None
+    if not spec.is_scaled or spec.in_blocks or not spec.format.is_narrow or isinstance(spec.scale, Delayed):
+        return None
+    if is_traced(x.codes) or not x.codes.is_cpu or not x.codes.is_contiguous():
+        return None  # whose scale cannot be looked at, or not without waiting
+    mantissa, exponent = math.frexp(x.dequant_scale.item())
+    return x.dequant_scale if mantissa == 0.5 and abs(exponent) <= _MOST_FOLDED else None
 
 
 def _codes_as_they_are(

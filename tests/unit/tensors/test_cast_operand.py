@@ -9,7 +9,7 @@ from narrowgauge import CURRENT, CURRENT_POW2, NONE, TENSOR_POW2, CastSpec, Dela
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, TF32
 from narrowgauge.tensors.cast import cast_operand
-from narrowgauge.tensors.quantized import quantize
+from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -110,6 +110,32 @@ def test_a_quantized_parameter_is_read_by_its_values() -> None:
     operand = cast_operand(stored, CastSpec(E4M3FN), keep_codes=True, carrier=None)
     assert_same_bytes(operand.codes, quantize(stored.dequantize().detach(), CastSpec(E4M3FN)).codes)
     assert operand.codes is not None and not operand.codes.requires_grad
+
+
+@pytest.mark.parametrize("rule", [CURRENT, CURRENT_POW2, TENSOR_POW2])
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2])
+def test_scaled_float16_is_cast_from_its_codes(fmt: object, rule: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a cast of its values, which are not made: every code, under scales in the middle and at the ends."""
+    spec = CastSpec(fmt, scale=rule)  # type: ignore[arg-type]
+    codes = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
+    finite = codes[codes.isfinite()].view(-1, 64)
+    for part in (finite, finite / 1024, torch.zeros(40, 64).half(), codes.view(-1, 64)):
+        for exponent in (-140, -91, -60, -1, 0, 7, 60, 89, 105):
+            q = QuantizedTensor(part, torch.tensor(2.0).pow(exponent), CastSpec(FP16, scale=TENSOR_POW2))
+            plain = cast_operand(q.dequantize(), spec, keep_codes=True, carrier=torch.bfloat16)
+            with monkeypatch.context() as patched:
+                if -90 <= exponent < 90:
+                    patched.setattr(QuantizedTensor, "dequantize", None)
+                found = cast_operand(q, spec, keep_codes=True, carrier=torch.bfloat16)
+            for name in ("codes", "carrier", "amax", "dequant_scale"):
+                a, b = getattr(found, name), getattr(plain, name)
+                assert torch.equal(a.float().nan_to_num(nan=-1.0), b.float().nan_to_num(nan=-1.0)), (name, exponent)
+
+
+def test_scaled_float16_is_decoded_where_its_scale_is_no_power_of_two() -> None:
+    q = QuantizedTensor(normal(32, 48).half(), torch.tensor(0.3), CastSpec(FP16, scale=CURRENT))
+    operand = cast_operand(q, CastSpec(E4M3FN), keep_codes=True, carrier=None)
+    assert_same_bytes(operand.codes, quantize(q.dequantize(), CastSpec(E4M3FN)).codes)
 
 
 def test_codes_already_in_the_format_are_used_as_they_are() -> None:
