@@ -13,6 +13,7 @@ import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics.formats import BF16, FP16
 from narrowgauge.numerics.scaling import TENSOR_POW2
+from narrowgauge.numerics.tally import Tally
 from narrowgauge.ops import operands
 from narrowgauge.ops.casts import LinearCasts
 from narrowgauge.ops.grouped import grouped_linear
@@ -277,13 +278,15 @@ def test_counts_that_do_not_fit_are_refused():
 
 def test_the_counter_is_told_the_same_as_by_separate_layers():
     class Counts:
+        has_bins = False
+
         def __init__(self) -> None:
             self.values: dict[str, list[float]] = {}
 
-        def add(self, role: str, numel: int, saturated: Any, flushed: Any, amax: Tensor | None) -> None:
-            old = self.values.get(role, [0, 0, 0, 0.0])
-            peak = 0.0 if amax is None else float(amax)
-            self.values[role] = [old[0] + numel, old[1] + int(saturated), old[2] + int(flushed), max(old[3], peak)]
+        def add(self, role: str, tally: Tally) -> None:
+            numel, saturated, flushed = (int(tally.sums[key]) for key in ("values", "saturated", "flushed"))
+            old, peak = self.values.get(role, [0, 0, 0, 0.0]), float(tally.maxima.get("amax", 0.0))
+            self.values[role] = [old[0] + numel, old[1] + saturated, old[2] + flushed, max(old[3], peak)]
 
     for recipe in ("fp8_current", "fp8_rowwise"):
         problem, casts = Problem([5, 0, 33, 2]), casts_of(recipe)
