@@ -87,7 +87,8 @@ def test_sft_from_messages_to_a_model_that_transformers_loads(files: Path, model
     sampled = rows("runs/a", "precision")
     assert [row["step"] for row in sampled] == [2, 4] and [row["step"] for row in rows("runs/a", "bytes")] == [1]
     down = "model.layers.0.mlp.down_proj"
-    assert {"input", "weight", "grad_output", "grad"} <= sampled[0]["layers"][down].keys() <= header["formats"][down].keys()
+    found = sampled[0]["layers"][down].keys()
+    assert {"input", "weight", "grad_output", "grad"} <= found <= header["formats"][down].keys()
     evaluations = rows("runs/a", "evaluation")
     assert [row["step"] for row in evaluations] == [2, 4]
     assert figures["held_out"]["loss"] == evaluations[-1]["loss"]
