@@ -54,8 +54,12 @@ def sampling(run: RunReader) -> str:
     if not reader.samples:
         return "no layer was measured: the journal holds no sampled step (statistics_every in the configuration)"
     layers = len({cell.layer for cell in reader.cells})
-    last = reader.steps_sampled
-    every = f", one in every {last[-1] - last[-2]:,}" if len(last) > 1 else ""
+    at = reader.steps_sampled
+    every = ""
+    if len(at) > 1:
+        mean = (at[-1] - at[0]) / (reader.samples - 1)
+        is_even = mean == at[-1] - at[-2]
+        every = f", one in every {mean:,.0f}" if is_even else f", one in every {mean:,.1f} on average"
     times = f"{reader.samples:,} step{'s' if reader.samples > 1 else ''}{every}"
     if not run.has_layers:
         return f"means over all layers in {times}: this older journal does not tell layers apart"
@@ -166,8 +170,8 @@ def _guarded(run: RunReader) -> list[Finding]:
     counts = Counter(str(row.get("action")) for row in rows)
     said = ", ".join(f"{times:,} x {action}" for action, times in counts.items())
     first = (acted or rows)[0]
-    where = " of ".join(str(part) for part in (first.get("role"), first.get("layer")) if part)
-    text = f"{said}. First, at step {first['step']:,}{f' for {where}' if where else ''}: {first.get('message', '')}"
+    where = ", ".join(str(part) for part in (first.get("layer"), first.get("role")) if part)
+    text = f"{said}. First, at step {first['step']:,}: {first.get('message') or where}."
     title = f"The guard acted {len(acted):,} times" if acted else f"The guard warned {len(rows):,} times"
     title = title.replace(" 1 times", " once")
     return [

@@ -106,11 +106,11 @@ def _bytes(runs: list[Any]) -> str:
         if not run["bytes"]:
             continue
         sizes = {role: size for role, size in run["bytes"]["roles"].items() if size}
+        total, parameters = sum(sizes.values()), run["bytes"]["parameters"]
+        say[run["name"]] = f"{total / 1e6:,.1f} MB" + (f", {total / parameters:.2f} a parameter" if parameters else "")
         if run["bytes"]["activation"]:
             sizes["activation"] = run["bytes"]["activation"]
-        total = sum(sizes.values())
-        parameters = run["bytes"]["parameters"]
-        say[run["name"]] = f"{total / 1e6:,.1f} MB" + (f", {total / parameters:.2f} a parameter" if parameters else "")
+            say[run["name"]] += f", and {sizes['activation'] / 1e6:,.1f} MB of activations"
         bars.append((run["name"], sizes))
     return stacked("Bytes by role", "counted from the real storages of this process; 1 MB = 10^6 bytes", bars, say)
 

@@ -202,6 +202,9 @@ function detail(map, cell, hist) {
   const format = spec && spec.format ? `${spec.format}, ${spec.granularity || "granularity unknown"}, scale ${spec.scale || "unknown"}` : "its format is not in the journal";
   host.append(el("h3", { id: "detail-title", tabindex: "-1" }, el("span", { class: "where", text: name }), el("span", { class: "role", text: roleName })),
     el("p", { class: "muted", text: format }));
+  const acts = map.run.events.filter((each) => each.kind === "guard" && each.action !== "warn" && each.layer === name && (!each.role || each.role === roleName));
+  if (acts.length)
+    host.append(el("p", { class: "muted", text: `The guard acted ${acts.length === 1 ? "once" : `${acts.length} times`}, first at step ${integer(acts[0].step)}: ${acts[0].action}, to ${acts[0].after || "another format"}. Ranges below are those of the format at the run's start.` }));
   const scales = pointsOf(map, "scale", cell), amax = pointsOf(map, "amax", cell);
   const ranges = scales.map(([x, low, , high]) => { const a = rangeOf(spec, low), b = rangeOf(spec, high); return a && [x, a[0], b[1]]; }).filter(Boolean);
   const parts = [];
@@ -221,7 +224,7 @@ function detail(map, cell, hist) {
       columns: ["step", ...shares.map((line) => line.name)], rows: () => shares[0].points.map(([x], at) => [integer(x), ...shares.map((line) => (line.points[at] ? percent(line.points[at][3]) : ""))]) });
   if (scales.length)
     parts.push({ id: "cell-scale", title: "Scale", y: "dequantization scale", log: true, base: 2, lines: [{ name: "scale", colour: "run0", points: scales }], ...data(scales.map((p) => [p[0], p[1], p[3]]), ["least", "greatest"]) });
-  const charts = parts.map((part) => chart({ height: 170, ...part }));
+  const charts = parts.map((part) => chart({ height: 170, marks: { name: "guard acted", xs: acts.map((each) => each.step) }, ...part }));
   const shown = hist ? hist(name, roleName, "cell-histogram") : null;
   if (shown) charts.splice(1, 0, shown);
   if (!charts.length) host.append(el("p", { text: "Nothing was measured of it over time." }));

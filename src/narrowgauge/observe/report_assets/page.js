@@ -207,13 +207,13 @@ function byteSection() {
   roles.sort((a, b) => rank(a) - rank(b));
   const most = Math.max(...sizes.map((each) => Object.values(each).reduce((a, b) => a + b, 0)), 1);
   const bars = held.map(({ run }, at) => {
-    const total = Object.values(sizes[at]).reduce((a, b) => a + b, 0);
+    const state = Object.values(run.bytes.roles).reduce((a, b) => a + b, 0);
     const parts = roles.filter((role) => sizes[at][role]).map((role) => {
       const part = el("span", { class: `part c-role${roles.indexOf(role) % 8}`, title: `${role}: ${bytes(sizes[at][role])}` });
       part.style.width = `${100 * sizes[at][role] / most}%`;
       return part;
     });
-    return el("div", { class: "bar-row" }, el("p", {}, el("b", { text: run.name }), ` ${bytes(total)}${run.bytes.parameters ? `, ${(total / run.bytes.parameters).toFixed(2)} bytes a parameter` : ""}; sent in a step: ${bytes(run.bytes.wire)}`),
+    return el("div", { class: "bar-row" }, el("p", {}, el("b", { text: run.name }), ` state ${bytes(state)}${run.bytes.parameters ? `, ${(state / run.bytes.parameters).toFixed(2)} bytes a parameter` : ""}; activations ${bytes(run.bytes.activation)}; sent in a step: ${bytes(run.bytes.wire)}`),
       el("div", { class: "stack", role: "img", "aria-label": roles.filter((r) => sizes[at][r]).map((role) => `${role} ${bytes(sizes[at][role])}`).join(", ") }, ...parts));
   });
   const rows = roles.map((role) => [role, ...sizes.map((each) => bytes(each[role] || 0))]);
