@@ -305,7 +305,7 @@ def figures(results: dict[str, dict[str, Any]], names: list[str], seeds: int) ->
 def main() -> int:
     """Print runs and figures, write the result file with --json; exit 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--seeds", type=int, default=10, help="healthy runs")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")

@@ -138,8 +138,9 @@ def test_what_is_opened_runs_in_the_casts_that_it_was_trained_in(with_fault, mak
 def test_batches_that_are_not_finite_lead_back_and_are_not_read_again(with_fault, make_config, ending) -> None:
     bad = range(7, 20)
     with_fault(poison(bad))
+    guard = {"mode": "act", "every": 4, "leave_out": 3}
     events: list[Event] = []
-    result = run(make_config("whole", **CHANGES | {"recipe": "fp8_current", "max_skips": 10}), events.append)
+    result = run(make_config("whole", **CHANGES | {"recipe": "fp8_current", "guard": guard}), events.append)
     assert result.status is Status.FINISHED
     # batches 7 to 9: back to step 6; 10 to 12: back again, and 3 more left out; 16 to 18: back, and 9 more left out
     rows = guard_rows(result.run_dir)

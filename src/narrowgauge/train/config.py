@@ -296,7 +296,7 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "histograms_every", "seed", "threads",
-    "sample_tokens", "optimizer.weight_decay", "schedule.warmup_steps", "guard.rollbacks",
+    "sample_tokens", "optimizer.weight_decay", "schedule.warmup_steps", "guard.rollbacks", "guard.leave_out",
 )  # fmt: skip
 
 

@@ -30,9 +30,9 @@ from narrowgauge.recipes.spec import MOMENT_ROLES, Recipe
 from narrowgauge.train.guard_apply import Moments, take_up_casts, widened
 from narrowgauge.train.guard_decisions import Decision, of_cast, of_everything, of_loss
 from narrowgauge.train.guard_ladder import Rung, is_last, next_wider
-from narrowgauge.train.guard_limits import Finding, Verdict, judge
+from narrowgauge.train.guard_limits import CALM_SHARE, Finding, Verdict, judge
 from narrowgauge.train.guard_losses import Losses, Trouble
-from narrowgauge.train.guard_samples import Key, Layers, samples_of, worst_over_ranks
+from narrowgauge.train.guard_samples import WOULD_FLUSH, Key, Layers, samples_of, worst_over_ranks
 from narrowgauge.train.guard_standing import Move, Standing
 from narrowgauge.train.sections import GuardConfig
 
@@ -88,8 +88,10 @@ class Guard:
         return widened(self._recipe.phases[self._phase][1], operands, bool(self._everything.climbed))
 
     def due(self, step: int) -> bool:
-        """True where `step` (from 1) is to be sampled."""
-        return self.config.mode != "off" and (self._looks_again or step % self.config.every == 0)
+        """True where `step` (from 1) is to be sampled: every so many, and where something needs a closer look."""
+        if self.config.mode == "off":
+            return False
+        return self._looks_again or step % self.config.every == 0 or self._losses.asks_for(step)
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Around forward, backward and optimizer step: measures where the step is due."""
@@ -137,7 +139,7 @@ class Guard:
             restored = self._go_back(trouble.since)
         if restored is None:
             return [*decisions, of_loss(trouble, "warn", no_state=self.rollbacks < self.config.rollbacks)]
-        self._losses.went_back()
+        self._losses.went_back(trouble)
         return [*decisions, of_loss(trouble, "rollback", restored=restored)]
 
     # samples
@@ -149,9 +151,13 @@ class Guard:
         decisions = self._weigh_everything(step)
         findings: dict[Key, tuple[Rung, Finding]] = {}
         for key, (spec, measures) in samples.items():
-            finding = judge(key[1], spec, measures, getattr(self.config, key[1]))
-            if finding is not None:
-                findings[key] = spec, finding
+            limits = getattr(self.config, key[1])
+            finding = judge(key[1], spec, measures, limits)
+            if finding is None:
+                continue
+            if measures.get(WOULD_FLUSH, 0.0) > limits.flushed * CALM_SHARE:  # no trial of what is known to fail
+                finding = finding._replace(verdict=min(finding.verdict, Verdict.INSIDE, key=list(Verdict).index))
+            findings[key] = spec, finding
         if not self._everything.climbed:
             for key in self._standings:  # what is not cast at all is calm
                 if key not in findings and key in self._casts:
@@ -163,10 +169,7 @@ class Guard:
 
     def _weigh_one(self, step: int, key: Key, spec: Rung, finding: Finding) -> list[Decision]:
         standing, config = self._standings.get(key, Standing()), self.config
-        widest = spec is None or is_last(key[1], spec)
-        if widest and finding.verdict is Verdict.TROUBLE:  # of a moment in FP32: what the narrower one would do
-            finding = finding._replace(verdict=Verdict.INSIDE)
-        move = standing.take(finding.verdict, config.confirm, config.calm)
+        move = standing.take(finding.verdict, config.confirm, config.calm, step % config.every == 0)
         if move is not Move.NONE or standing.has_warned:
             self._standings[key] = standing
         if move is Move.NONE:
@@ -177,7 +180,7 @@ class Guard:
             narrower = standing.demoted(config.confirm)
             self._casts[key] = narrower
             return [of_cast(step, "demote", key, finding, spec, narrower, standing.needed_calm(config.calm))]
-        assert spec is not None  # what is not cast is in no trouble
+        assert spec is not None and not is_last(key[1], spec)  # what is not narrow is in no trouble
         wider = next_wider(key[1], spec, finding.measure)
         if not self.is_acting:
             standing.warned()
@@ -191,10 +194,11 @@ class Guard:
         verdict = Verdict.CALM if self._losses.calm_since_sample() else Verdict.INSIDE
         if not self._everything.climbed and not self._everything.trial:
             return []
-        move = self._everything.take(verdict, self.config.confirm, self.config.calm)
+        config = self.config
+        move = self._everything.take(verdict, config.confirm, config.calm, step % config.every == 0)
         if move is not Move.DEMOTE:
             return []
-        self._everything.demoted(self.config.confirm)
+        self._everything.demoted(config.confirm)
         return [of_everything(step, "demote", self._recipe.phases[self._phase][1])]
 
     # carrying out

@@ -31,6 +31,7 @@ class Losses:
         self._since = 0  # the first step of the trouble in hand
         self._answered = False  # it was answered, and has not ended since
         self._outside_since_sample = 0
+        self._look_from, self._look_to = 0, 0
         self.rollbacks = 0
 
     def take(self, step: int, loss: float, skipped: bool, loss_scale: float) -> Trouble | None:
@@ -57,14 +58,19 @@ class Losses:
         self._answered = True
         return found
 
+    def asks_for(self, step: int) -> bool:
+        """True where the step is to be sampled: losses are in trouble, or were there before the run went back."""
+        return self._since > 0 or self._look_from <= step <= self._look_to
+
     def calm_since_sample(self) -> bool:
         """True where all losses since the last call were finite and inside the band."""
         outside, self._outside_since_sample = self._outside_since_sample, 0
         return outside == 0
 
-    def went_back(self) -> None:
-        """The run goes on from a state before the trouble."""
+    def went_back(self, trouble: Trouble) -> None:
+        """The run goes on from a state before the trouble; the steps around its beginning will be sampled."""
         self.rollbacks += 1
+        self._look_from, self._look_to = trouble.since - 2 * self._config.confirm, trouble.step
         self._nonfinite = self._since = self._band.outside = 0
         self._answered = False
 

@@ -61,7 +61,8 @@ class RunGuard:
         """
         parts = self._session.parts
         if STATE in extra and self._guard.config.mode != "off" and self._guard.load_state_dict(extra[STATE]):
-            load(path, parts.model, parts.optimizer)  # moments are kept otherwise than when they were first loaded
+            # moments are kept otherwise than when they were first loaded
+            load(path, parts.model, parts.optimizer, is_verified=True)
 
     def _tell(self, decision: Decision) -> None:
         session = self._session
@@ -71,8 +72,8 @@ class RunGuard:
     def _go_back(self, since: int) -> int | None:
         """Take the session to its newest whole checkpoint before the step `since`; None where there is none.
 
-        The data goes on from where it is, so that what has made the trouble is not read again; of every further time
-        twice as much is left out.
+        The data goes on beyond where it is, so that what has made the trouble is not read again, nor, if it is a part
+        of the data, the rest of that part: `guard.leave_out` batches are left out in all, every time twice as many.
         """
         session = self._session
         session.end_save()
@@ -85,12 +86,13 @@ class RunGuard:
         session.watch, session.evaluation = Watch(session.config), None
         session.take_in(contents)
         data = parts.stream.state_dict()
-        parts.load_state(load(session.folder.checkpoint(step), parts.model, parts.optimizer))
+        parts.load_state(load(session.folder.checkpoint(step), parts.model, parts.optimizer, is_verified=True))
         skips = StepGuard.on(parts.optimizer)
         if skips is not None:
             skips.skips_in_a_row = 0
-        batches = left * (2**self._guard.rollbacks - 1) * session.config.accumulation
-        data["position"] += batches * parts.stream.batch_size * parts.stream.world_size
+        config = session.config
+        wanted = config.guard.leave_out * 2**self._guard.rollbacks - left * config.accumulation
+        data["position"] += max(wanted, 0) * parts.stream.batch_size * parts.stream.world_size
         parts.stream.load_state_dict(data)
         session.step = session.journal.step = step
         if session.ranks.is_first:

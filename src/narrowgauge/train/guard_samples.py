@@ -20,6 +20,9 @@ Measures = Mapping[str, float]
 Layers = Mapping[str, Mapping[str, Measures]]  # as in the journal: layer -> role -> measure -> number
 
 
+WOULD_FLUSH = "would flush"  # of a widened moment: what the narrower format would make of it
+
+
 class Sample(NamedTuple):
     """One cast in force, and its measures."""
 
@@ -30,8 +33,7 @@ class Sample(NamedTuple):
 def samples_of(model: nn.Module, moments: Moments, layers: Layers, came_from: Mapping[Key, Rung]) -> dict[Key, Sample]:
     """What this process measured.
 
-    layers: of the sampled step. came_from: of moments that were widened, the narrower format: flushed is then what it
-    would flush.
+    layers: of the sampled step. came_from: of moments that were widened, the narrower format.
     """
     found: dict[Key, Sample] = {}
     for name, layer in layers_of(model).items():
@@ -48,9 +50,11 @@ def samples_of(model: nn.Module, moments: Moments, layers: Layers, came_from: Ma
             if role == "exp_avg_sq":
                 measures.pop(FLUSHED, None)  # of all zeros, the guard counts those that the first moment denies
                 narrower = came_from.get((label, role))
-                if narrower is not None or spec.rounding is not NONZERO:
-                    lost = moments.lost(p, narrower)
-                    measures |= {} if lost is None else {FLUSHED: lost}
+                counts = {
+                    FLUSHED: moments.lost(p) if spec.format.is_narrow and spec.rounding is not NONZERO else 0.0,
+                    WOULD_FLUSH: None if narrower is None else moments.lost(p, narrower),
+                }
+                measures |= {measure: share for measure, share in counts.items() if share is not None}
             found[label, role] = Sample(spec, measures)
     return found
 

@@ -52,8 +52,11 @@ class Standing:
         """True where the next step is to be sampled."""
         return self.in_trouble > 0 or self.fresh or self.trial > 0
 
-    def take(self, verdict: Verdict, confirm: int, calm: int) -> Move:
-        """Take in one sample. Where the move says so, the caller changes the cast and calls `promoted` or `demoted`."""
+    def take(self, verdict: Verdict, confirm: int, calm: int, is_regular: bool = True) -> Move:
+        """Take in one sample. Where the move says so, the caller changes the cast and calls `promoted` or `demoted`.
+
+        is_regular: False for a sample out of turn, for a closer look: calm is not counted by those.
+        """
         at_once = self.fresh or self.trial > 0
         self.fresh = False
         if verdict is Verdict.TROUBLE:
@@ -64,7 +67,7 @@ class Standing:
             self.calm = 0
             return Move.NONE
         self.has_warned = False
-        self.calm += 1
+        self.calm += is_regular
         if self.climbed and self.calm >= self.needed_calm(calm):
             return Move.DEMOTE
         return Move.NONE

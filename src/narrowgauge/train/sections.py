@@ -251,6 +251,7 @@ class GuardConfig:
         spike_floor: smallest width of the band, nats a token.
         spike_patience: losses above the band in a row that it acts on.
         rollbacks: times that a run goes back to a checkpoint.
+        leave_out: batches of a process that it then goes on without, at least; every time twice as many.
     """
 
     mode: str = "off"
@@ -268,3 +269,4 @@ class GuardConfig:
     spike_floor: float = 0.5
     spike_patience: int = 3
     rollbacks: int = 3
+    leave_out: int = 100

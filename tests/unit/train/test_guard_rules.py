@@ -144,6 +144,12 @@ def test_only_calm_that_lasts_demotes_and_every_return_doubles_it() -> None:
     assert needed == [6, 12, 24, 48]
 
 
+def test_a_closer_look_is_no_calm() -> None:
+    standing = Standing(climbed=[E4M3])
+    assert [standing.take(GOOD, 2, 2, is_regular=False) for _ in range(9)] == [Move.NONE] * 9
+    assert [standing.take(GOOD, 2, 2) for _ in range(2)] == [Move.NONE, Move.DEMOTE]
+
+
 def test_a_trial_that_holds_is_over_after_its_samples() -> None:
     standing = Standing(climbed=[E4M3])
     standing.demoted(2)
