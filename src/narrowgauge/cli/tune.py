@@ -99,7 +99,7 @@ def _parser() -> Parser:
     parser.add_argument("--hand-rule", metavar="RULE", help="without a budget: the ends' layers (default) or blocks")
     parser.add_argument("--batches", type=int, metavar="N", help="of the measurement; default 8")
     parser.add_argument("--probe-batch-size", type=int, metavar="N", help="sequences in each of them; default 4")
-    parser.add_argument("--steps", type=int, metavar="N", help="of each short run; default 100; 0, with RUN: only read")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each short run; default 80; 0, with RUN: only read")
     parser.add_argument("--seeds", type=int, metavar="N", help="short runs of each kind; default 1")
     parser.add_argument("--recipe-name", metavar="NAME", help="in the file; default: tuned")
     parser.add_json_option()

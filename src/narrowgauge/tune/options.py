@@ -32,7 +32,7 @@ class Options:
     wide_layers: int | None = None
     batches: int = 8
     batch_size: int = 4
-    steps: int = 100
+    steps: int = 80
     seeds: int = 1
     hand_rule: str = HAND_RULES[0]
     name: str = "tuned"

@@ -15,7 +15,7 @@ from narrowgauge.tune.measure import Costs, Measured
 from narrowgauge.tune.program import Point
 from narrowgauge.tune.verify import ShortRun
 
-TUNED, HAND = "tuned", "first and last layers wide"
+TUNED, HAND = "tuned", "hand rule"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Tuned:
 
     layers: names, in the model's order. choices: names, the wide one first. slope: nats that e times as many steps
     gain. tokens: of a micro-batch, for which bytes are counted. front: of least predicted losses, by bytes a token.
-    contenders: all wide, hand rules, each narrow choice alone, and the tuned one.
+    contenders: all wide, all in the narrowest choice, HAND and TUNED.
     """
 
     recipe: Recipe

@@ -27,6 +27,7 @@ from narrowgauge.tune.program import Budget, Point, Problem
 from narrowgauge.tune.result import HAND, TUNED, Contender, Tuned
 from narrowgauge.tune.verify import ShortRun, Weights, for_short_runs, model_with, short_run, weights_of
 
+_HAND_NAMES = {0: "first and last layer wide: too big", 1: "first and last layer wide"}
 _ORDER_SEED = 7919  # of the measured batches' order: another one than that of the runs
 
 
@@ -222,13 +223,14 @@ def _contenders(
 ) -> dict[str, Contender]:
     """All wide, all narrowest, the hand rule with as many layers wide as the budget allows, and the tuned choice."""
     narrowest = narrowest_of(problem)
-    hand = [narrowest] * problem.layers
+    hand, kept = [narrowest] * problem.layers, 0
     for count in range(1, problem.layers // 2 + 1):
         names = [*layers[:count], *layers[-count:]]
         wider = _with_wide(problem, layers, names)
         if not _within(program.point(problem, wider), len(names), budget):
             break
-        hand = wider
+        hand, kept = wider, count
+    shown = {HAND: _HAND_NAMES.get(kept, f"first and last {kept} layers wide")}
     found = {
         f"all {choices[0]}": [problem.wide] * problem.layers,
         f"all {choices[narrowest]}": [narrowest] * problem.layers,
@@ -239,7 +241,7 @@ def _contenders(
     for name, numbers in found.items():
         sums = program.point(problem, numbers)
         assignment: Assignment = {layer: choices[at] for layer, at in zip(layers, numbers, strict=True)}
-        contenders[name] = Contender(name, assignment, sums.loss, sums.bytes, sums.time)
+        contenders[name] = Contender(shown.get(name, name), assignment, sums.loss, sums.bytes, sums.time)
     return contenders
 
 
