@@ -101,7 +101,7 @@ function percent(value) {
   if (value === null || Number.isNaN(value)) return "–";
   if (value === 0) return "0 %";
   const size = 100 * value;
-  return (size >= 10 ? size.toFixed(0) : size >= 0.0001 ? String(Number(size.toPrecision(2))) : size.toExponential(0)) + " %";
+  return (size >= 10 ? size.toFixed(0) : size > 0.00009 ? String(Number(size.toPrecision(2))) : size.toExponential(0)) + " %";
 }
 function amount(measure, value) {
   if (Number.isNaN(value)) return "no sample";
