@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from narrowgauge.cli.main import main
 from narrowgauge.integrations.finetune_run import FinetuneRun
 from narrowgauge.observe import journal
+from narrowgauge.train import folder as folders
 from tiny_chat import sums, turn, write_lines, write_model
 
 CHATS = [{"messages": [turn("user", q), turn("assistant", a)]} for q, a in sums(24)]
@@ -276,6 +278,50 @@ def test_a_damaged_checkpoint_names_the_last_good_one(files: Path, model: Path, 
     assert "optimizer.safetensors is truncated" in shown and "resume runs/a --checkpoint checkpoint-2" in shown
     assert main(["resume", "runs/a", "--checkpoint", "last-good"]) == 0
     assert [row["step"] for row in rows("runs/a", "step")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth", "model.safetensors"])
+def test_a_file_of_the_trainer_that_is_missing_is_named(name: str, trained: Path, capsys, monkeypatch) -> None:
+    (trained / "checkpoints" / "checkpoint-4" / name).unlink()
+    assert main(["resume", str(trained)]) == 1
+    shown = capsys.readouterr().err
+    assert f"checkpoint-4: {name} is missing" in shown and "--checkpoint checkpoint-2" in shown
+    (trained / "checkpoints" / "checkpoint-2" / name).unlink()
+    assert main(["resume", str(trained)]) == 1
+    assert "start the run anew" in capsys.readouterr().err
+
+
+def test_the_sums_of_a_checkpoint_are_taken_once(trained: Path, monkeypatch) -> None:
+    shutil.rmtree(trained / "checkpoints" / "checkpoint-4")
+    read: list[Path] = []
+    sum_of = folders._sha256
+    monkeypatch.setattr(folders, "_sha256", lambda path: read.append(path) or sum_of(path))
+    monkeypatch.setattr(
+        folders, "seal", lambda file: {"bytes": file.stat().st_size, "sha256": sum_of(file)}
+    )  # no count
+    assert main(["resume", str(trained)]) == 0
+    ours = trained / "checkpoints" / "checkpoint-2" / "narrowgauge"
+    assert sorted(read) == sorted(file for file in ours.iterdir() if file.name != folders.MANIFEST)
+
+
+def test_an_exported_model_keeps_keys_and_values_when_it_writes(trained: Path) -> None:
+    config = json.loads((trained / "model" / "config.json").read_text())
+    assert config["use_cache"] is True  # transformers' Trainer turns it off
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run."""
+    return Path(shutil.copytree(trained_once, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def trained_once(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with a checkpoint after every second one."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write_lines(folder / "d.jsonl", [{"text": f"{question} {answer}"} for question, answer in sums(16)])
+    assert main(words("sft", model, str(data), str(folder / "run"))) == 0
+    return folder / "run"
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def generate_from_directory(arguments: argparse.Namespace) -> int:
 
 def export_run(arguments: argparse.Namespace) -> int:
     """Write a fine-tuned model as a Hugging Face directory of its own."""
-    run = FinetuneRun(FinetuneRun.open(arguments.run).path)
+    run = FinetuneRun.open(arguments.run)
     config, source = run.settings(), run.weights(arguments.checkpoint)
     prepare_libraries()
     from narrowgauge.integrations.finetune_export import export_directory

@@ -90,7 +90,7 @@ def ppo(argv: Sequence[str]) -> int:
 
 def resume_run(path: str, checkpoint: str | None, as_json: bool) -> int:
     """Continue a run, for `narrowgauge resume`, too."""
-    config = FinetuneRun(FinetuneRun.open(path).path).settings()
+    config = FinetuneRun.open(path).settings()
     prepare_libraries()
     from narrowgauge.integrations.finetune import resume
 
@@ -162,7 +162,7 @@ def _run_to_resume(task: str, given: dict[str, Any]) -> str:
     """The run's folder, whose own configuration is the truth. Raises ConfigError where another one is asked for."""
     if "output" not in given:
         raise ConfigError("--resume: expected --output RUN, the run to continue, found none: give it")
-    config = FinetuneRun(FinetuneRun.open(given["output"]).path).settings()
+    config = FinetuneRun.open(given["output"]).settings()
     if config.task != task:
         raise ConfigError(f"{given['output']}: expected a run of {task}, found one of {config.task}: use that command")
     for key, value in given.items():

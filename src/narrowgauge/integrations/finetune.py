@@ -88,7 +88,7 @@ def run(config: FinetuneConfig, on_event: OnEvent = ignore) -> Outcome:
 
 def resume(path: Path | str, on_event: OnEvent = ignore, checkpoint: str | None = None) -> Outcome:
     """Go on where a run's newest checkpoint stands, or another one, by its name. Raises as `run` does."""
-    folder = FinetuneRun(FinetuneRun.open(path).path)
+    folder = FinetuneRun.open(path)
     config = dataclasses.replace(folder.settings(), output=str(path))
     folder.lock()
     try:
@@ -176,6 +176,7 @@ def _by_trainer(config: FinetuneConfig, trainer: Any, watch: Watch) -> tuple[int
     """Train, and evaluate at the end; (last step, steps that were asked for)."""
     start = watch.resumed_from
     trainer.recipe_callback.journal = CallbackJournal(watch.journal, owns_steps=False)
+    trainer.verified = start
     with watch.interruption:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         step, steps = trainer.state.global_step, trainer.state.max_steps

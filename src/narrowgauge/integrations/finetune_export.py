@@ -29,6 +29,9 @@ def export_directory(
     """
     with new_directory(directory, replace=replace) as temporary:
         kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
-        save_pretrained(kind.from_pretrained(source, dtype=torch.float32), temporary, weight_format=weight_format)
+        model = kind.from_pretrained(source, dtype=torch.float32)
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = True  # transformers' Trainer turned it off, for training alone
+        save_pretrained(model, temporary, weight_format=weight_format)
         AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
     return Path(directory)

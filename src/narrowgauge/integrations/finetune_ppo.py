@@ -85,8 +85,8 @@ class PPORun:
         (path / LAST_WRITTEN).write_text(json.dumps({"global_step": self.trainer.steps}) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint. Raises CheckpointError."""
-        self.trainer.load(path / _STATE)
+        """Go on from a checkpoint, which `FinetuneRun` has verified. Raises CheckpointError."""
+        self.trainer.load(path / _STATE, is_verified=True)
 
     def _set_rate(self) -> None:
         rate = self.rate()

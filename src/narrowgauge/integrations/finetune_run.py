@@ -10,11 +10,14 @@ import shlex
 from pathlib import Path
 
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.integrations.finetune_config import FinetuneConfig, from_yaml, task_of
+from narrowgauge.integrations.finetune_config import FinetuneConfig, PPOConfig, from_yaml, task_of
 from narrowgauge.train.folder import MANIFEST, os_errors, verify, write_file
-from narrowgauge.train.run_folder import LAST_GOOD, RunFolder
+from narrowgauge.train.run_folder import LAST_GOOD, RunFolder, read_checked
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_FILES = (("config.json",), ("model.safetensors", "model.safetensors.index.json"), ("tokenizer_config.json",))
+# what transformers' Trainer needs to go on bit for bit; each by the names that it may have
+_TRAINERS_FILES = (("scheduler.pt",), ("rng_state.pth", "rng_state_*.pth"), ("training_args.bin",))
 LAST_WRITTEN = "trainer_state.json"  # of a checkpoint's files: without it, writing was cut short
 
 
@@ -65,12 +68,7 @@ class FinetuneRun(RunFolder):
 
     def settings(self) -> FinetuneConfig:
         """The run's configuration, checked. Raises ConfigError."""
-        try:
-            config = from_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.config}: expected a readable file, found: {error}: restore it") from None
-        config.check()
-        return config
+        return read_checked(self.config, lambda text: from_yaml(text, str(self.config)))
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints that were written to their end, in rising order."""
@@ -84,8 +82,12 @@ class FinetuneRun(RunFolder):
         return self.checkpoints / f"checkpoint-{step}"
 
     def verify(self, step: int) -> None:
-        """Raise CheckpointError where a file of ours in a checkpoint is missing, truncated or changed."""
-        folder = self.checkpoint(step) / "narrowgauge"
+        """Raise CheckpointError where a file of a checkpoint is missing, or one of ours truncated or changed."""
+        path, folder = self.checkpoint(step), self.checkpoint(step) / "narrowgauge"
+        is_trainers = task_of(self.config.read_text(encoding="utf-8")) != PPOConfig.task
+        for needed in (*_FILES, *(_TRAINERS_FILES if is_trainers else ())):
+            if not any(any(path.glob(name)) for name in needed):
+                raise CheckpointError(f"{path}: {needed[0]} is missing")
         for manifest in sorted(folder.rglob(MANIFEST)) or [folder / MANIFEST]:
             verify(manifest.parent)
 

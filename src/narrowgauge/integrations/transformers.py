@@ -76,6 +76,7 @@ class Trainer(transformers.Trainer):
     model: Any  # transformers says Module or None
     lr_scheduler: Any
     accelerator: Any
+    verified: Path | None = None  # a checkpoint whose sums the caller has taken, and which are not taken again
 
     def __init__(self, *args: Any, recipe: Recipe | str, statistics_every: int = 100, **kwargs: Any) -> None:
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
@@ -249,8 +250,14 @@ class Trainer(transformers.Trainer):
                 f"{checkpoint}: expected a checkpoint of a trainer with a recipe, found no folder {STATE!r} in it: "
                 "resume with the trainer that wrote it, or load its weights with from_pretrained"
             )
-        load(Path(checkpoint) / STATE, self.model, self._own_optimizer())
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        scheduler = Path(checkpoint) / _SCHEDULER
+        if not scheduler.is_file():
+            raise CheckpointError(
+                f"{checkpoint}: {_SCHEDULER} is missing: the checkpoint is not whole; resume from another one"
+            )
+        is_verified = self.verified is not None and Path(checkpoint) == self.verified
+        load(Path(checkpoint) / STATE, self.model, self._own_optimizer(), is_verified=is_verified)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_best_model(self) -> None:
         """As transformers', with all digits of the parameters."""

@@ -158,7 +158,9 @@ def _versions() -> dict[str, str]:
     return {"narrowgauge": __version__, "torch": torch.__version__}
 
 
-def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def load(
+    path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, is_verified: bool = False
+) -> dict[str, Any]:
     """Read what `save` wrote into a model and an optimizer, in place: parameters and ties keep identity.
 
     Any layout reads what any other wrote, on one process or many; in a run of several processes, all of them call it.
@@ -177,6 +179,8 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
     path: also a safetensors file, or a folder as Hugging Face lays it out: then see `load_weights`; it holds no
     optimizer state and no extra.
 
+    is_verified: the sums of its files have been looked at, and are not taken again.
+
     Returns:
         the `extra` of `save`.
 
@@ -192,7 +196,7 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
             raise CheckpointError(f"{path} {_NO_OPTIMIZER}")
         load_weights(path, model)
         return {}
-    saved = _read(path, model, optimizer)
+    saved = _read(path, model, optimizer, is_verified)
     masters, copies = (crossing.saved_states(key, saved["model"], saved["optimizer"]) for key in (MASTER, COPY))
     if not isinstance(optimizer, LowPrecisionOptimizer):  # which none of this process will hold beside the parameters
         saved["model"] |= copies
@@ -213,14 +217,15 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | No
     return saved["extra"]
 
 
-def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, is_verified: bool) -> dict[str, Any]:
     """The parts of a checkpoint, restored; of several processes' this one's part, in local tensors."""
     if _is_spread(model) or (path / INDEX).is_file():
         from narrowgauge.train import distributed_checkpoint  # on first use: torch's is slow to load
 
         names = None if optimizer is None else _parameter_names(model, optimizer)
-        return distributed_checkpoint.read(path, model, names)
-    verify(path)
+        return distributed_checkpoint.read(path, model, names, is_verified)
+    if not is_verified:
+        verify(path)
     try:
         document = json.loads((path / STATE).read_text(encoding="utf-8"))
         saved = {part: restore(document[part], load_file(path / f"{part}.safetensors")) for part in PARTS}

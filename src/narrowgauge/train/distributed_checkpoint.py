@@ -74,13 +74,16 @@ def read(
     path: Path,
     model: nn.Module,
     names: Sequence[Sequence[str]] | None,
+    is_verified: bool = False,
 ) -> dict[str, Any]:
     """This process's part of a checkpoint of any layout, as `checkpoint.load` takes it: see `request.ask`.
 
-    names: of the optimizer's parameters, in the groups' order; None: its state is not wanted. Raises CheckpointError.
+    names: of the optimizer's parameters, in the groups' order; None: its state is not wanted. is_verified: as of
+    `checkpoint.load`. Raises CheckpointError.
     """
     alone = not has_peers()
-    planner = _LoadPlanner(path, model, names, 0 if alone else dist.get_rank(), 1 if alone else dist.get_world_size())
+    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    planner = _LoadPlanner(path, model, names, rank, ranks, is_verified)
     reader = FolderReader(path)
     try:
         if alone:
@@ -162,15 +165,17 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 class _LoadPlanner(LoadPlanner):
     """Plans what this rank wants of a folder."""
 
-    def __init__(self, path: Path, model: nn.Module, names: Any, rank: int, ranks: int) -> None:
+    def __init__(self, path: Path, model: nn.Module, names: Any, rank: int, ranks: int, is_verified: bool) -> None:
         self.path, self.model, self.names, self.rank, self.ranks = path, model, names, rank, ranks
+        self.is_verified = is_verified
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """All is known already."""
 
     def create_local_plan(self) -> LoadPlan:
         """Look at this rank's share of the files, read the index, and ask for this rank's parts."""
-        verify(self.path, self.rank, self.ranks)
+        if not self.is_verified:
+            verify(self.path, self.rank, self.ranks)
         self.request = Request(open_index(self.path), self.rank)
         self.build, claims = ask(self.request, self.path, self.model, self.names)
         self.fetches = list(self.request.targets)

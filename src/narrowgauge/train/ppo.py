@@ -14,6 +14,7 @@ computes a token's log-probability before and in the first update from the same 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -256,11 +257,15 @@ class PPOTrainer:
         save(path / "policy", self.policy.model, self.policy.optimizer, trainer=self.state_dict())
         return path
 
-    def load(self, path: PathLike) -> None:
-        """Read what `save` wrote into a trainer that was built as the saved one was. Raises CheckpointError."""
+    def load(self, path: PathLike, *, is_verified: bool = False) -> None:
+        """Read what `save` wrote into a trainer that was built as the saved one was. Raises CheckpointError.
+
+        is_verified: as of `narrowgauge.load`.
+        """
         path = Path(path)
-        steps = load(path / "value", self.value.model, self.value.optimizer)["steps"]
-        state = load(path / "policy", self.policy.model, self.policy.optimizer)["trainer"]
+        read = functools.partial(load, is_verified=is_verified)
+        steps = read(path / "value", self.value.model, self.value.optimizer)["steps"]
+        state = read(path / "policy", self.policy.model, self.policy.optimizer)["trainer"]
         if state["steps"] != steps:
             raise CheckpointError(
                 f"{path}: the policy is of step {state['steps']} and the value model of step {steps}: writing was cut "

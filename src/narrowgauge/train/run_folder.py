@@ -10,11 +10,11 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path | str) -> RunFolder:
+    def open(cls, path: Path | str) -> Self:
         """An existing run. Raises ConfigError where `path` is none."""
         folder = cls(Path(path))
         if not folder.config.is_file():
@@ -119,12 +119,7 @@ class RunFolder:
 
     def read_config(self) -> TrainConfig:
         """The run's configuration, checked. Raises ConfigError."""
-        try:
-            config = TrainConfig.from_yaml(self.config.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.config}: expected a readable file, found: {error}: restore it") from None
-        config.check()
-        return config
+        return read_checked(self.config, TrainConfig.from_yaml)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints that are there, whole or not, in rising order."""
@@ -209,6 +204,26 @@ class RunFolder:
                 continue
             return step
         raise CheckpointError(f"{problem}. No other checkpoint of {self.path} is whole: start the run anew")
+
+
+class Checkable(Protocol):
+    """A configuration that tells whether its values fit together."""
+
+    def check(self) -> None:
+        """Raise ConfigError where they do not."""
+
+
+C = TypeVar("C", bound=Checkable)
+
+
+def read_checked(path: Path, parse: Callable[[str], C]) -> C:
+    """A run's configuration, read from its file and checked. Raises ConfigError."""
+    try:
+        config = parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: expected a readable file, found: {error}: restore it") from None
+    config.check()
+    return config
 
 
 @contextmanager

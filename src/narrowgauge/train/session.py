@@ -65,7 +65,8 @@ class Session:
             if not is_recipe(contents.header.get("recipe"), self.parts.recipe):
                 self.journal.warn("the recipe is not the one that this run began with: from here on it is another run")
         if path is not None:
-            extra = load(path, self.parts.model, self.parts.optimizer)
+            # `RunFolder.choose` has verified it
+            extra = load(path, self.parts.model, self.parts.optimizer, is_verified=True)
             self.guard.load(path, extra)
             self.parts.load_state(extra)
             self.step = self.journal.step = self._first_step = int(extra["step"])
