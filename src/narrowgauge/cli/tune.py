@@ -16,6 +16,7 @@ from narrowgauge.errors import ConfigError
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from narrowgauge.tune.options import Options
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 MILLI = 1e3
 # of a run, what tuning has no use for
-_RUN_ONLY = ("name", "steps", "switches")
+_RUN_ONLY = ("name",)
 
 
 def tune(argv: Sequence[str]) -> int:
@@ -156,10 +157,10 @@ def _refuse(words: Sequence[str]) -> None:
 class Reporter(AbstractContextManager["Reporter"]):
     """Shows progress: one live line on a terminal, a line for each stage elsewhere."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, console: Console | None = None) -> None:
         from narrowgauge.cli.console import messages, output
 
-        self.console = messages() if as_json else output()
+        self.console = console or (messages() if as_json else output())
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._text = ""

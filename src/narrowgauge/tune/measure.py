@@ -24,6 +24,7 @@ from narrowgauge.tune.choices import Assignment, Choice, put
 
 Batch = tuple[Tensor, Tensor]
 LEAST_BATCHES = 2
+_FP16_SCALE = 2.0**12  # of the loss where gradients pass through float16; errors are relative
 
 
 @dataclass
@@ -109,10 +110,11 @@ def measure(
     losses: list[float] = []
     total, done = len(batches) * (len(probes) + 1), 0
     names = [name for name, p in model.named_parameters() if p.requires_grad]
+    scale = _FP16_SCALE if any(choice.recipe.needs_loss_scaling for choice in choices.values()) else 1.0
     try:
         for number, batch in enumerate(batches):
             put(model, all_wide, choices)
-            reference = _loss_and_grads(model, batch, seed + number)
+            reference = _loss_and_grads(model, batch, seed + number, scale)
             losses.append(float(reference[0]))
             if not math.isfinite(losses[-1]):
                 raise NarrowgaugeError(
@@ -123,18 +125,18 @@ def measure(
             for layer, name, assignment in probes:
                 put(model, {**all_wide, **assignment}, choices)
                 effect = together[name] if layer is None else effects[layer, name]
-                _compare(reference, _loss_and_grads(model, batch, seed + number), names, layer, effect)
+                _compare(reference, _loss_and_grads(model, batch, seed + number, scale), names, layer, effect)
                 on_done(done := done + 1, total)
     finally:
         put(model, all_wide, choices)
     return Measured(effects, together, losses)
 
 
-def _loss_and_grads(model: nn.Module, batch: Batch, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """Loss in float64, and the gradients of all trained parameters."""
+def _loss_and_grads(model: nn.Module, batch: Batch, seed: int, scale: float) -> tuple[Tensor, list[Tensor]]:
+    """Loss in float64, and the gradients of all trained parameters, times `scale`."""
     torch.manual_seed(seed)
     _, loss = model(*batch)
-    return loss.detach().double(), list(torch.autograd.grad(loss, _trained(model)))
+    return loss.detach().double(), list(torch.autograd.grad(loss * scale, _trained(model)))
 
 
 def _trained(model: nn.Module) -> list[Tensor]:

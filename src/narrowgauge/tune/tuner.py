@@ -92,9 +92,12 @@ def tune(config: TrainConfig, options: Options, on_progress: OnProgress = ignore
 
 
 def _check(config: TrainConfig) -> None:
-    for key, refused in (("parallel", config.parallel.ranks > 1), ("switches", bool(config.switches))):
+    for key, refused, remedy in (
+        ("parallel", config.parallel.ranks > 1, "set its sizes to 1"),
+        ("switches", bool(config.switches), "set it to []"),
+    ):
         if refused:
-            raise ConfigError(f"{key}: expected one process and one recipe to tune with: leave {key} out")
+            raise ConfigError(f"{key}: expected one process and one recipe to tune with, found more: {remedy}")
 
 
 @dataclass

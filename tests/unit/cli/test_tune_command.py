@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from narrowgauge.cli.main import main
-from narrowgauge.cli.tune import _divided, _parser
+from narrowgauge.cli.tune import Reporter, _divided, _parser
+from narrowgauge.tune.options import Progress
 
 
 def test_words_are_divided_between_tune_and_train() -> None:
@@ -58,3 +61,21 @@ def test_the_help_names_every_budget(capsys) -> None:
     shown = capsys.readouterr().out
     for option in ("--bytes-per-token", "--bytes-share", "--time-share", "--wide-layers", "--choices", "--picture"):
         assert option in shown
+
+
+def test_a_terminal_has_one_live_line_and_a_pipe_a_line_for_each_stage() -> None:
+    told = [
+        Progress("encoding", 0, 1),
+        Progress("training", 0, 3),
+        Progress("training", 3, 3),
+        Progress("reading", 0, 0),
+    ]
+    shown = {}
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        with Reporter(as_json=False, console=Console(file=file, force_terminal=is_terminal, width=100)) as reporter:
+            for each in told:
+                reporter(each)
+        shown[is_terminal] = file.getvalue()
+    assert shown[False] == "encoding ...\ntraining ...\nreading ...\n"
+    assert "training: done" in shown[True] and "reading" in shown[True]  # what was shown between depends on the clock

@@ -233,3 +233,14 @@ def test_ties_count_once() -> None:
     model = ng.prepare(GPT(tied), None, wide(BASE))[0]
     found = measure(model, LAYERS[:1], {n: choices()[n] for n in ("bf16", "nvfp4")}, batches(2), 0)
     assert found.effects[LAYERS[0], "nvfp4"].grad_error > 0
+
+
+def test_gradients_in_float16_are_measured_scaled() -> None:
+    """Without a scale most gradients of a loss of few nats are flushed in float16, and errors mean nothing."""
+    base = ng.recipe("fp16").resolve("cpu")
+    found = {}
+    for by in (BASE, base):
+        some = {choice.name: choice for choice in choices_of(by, ("fp8_current",))}
+        model = prepared(wide(by))
+        found[by] = measure(model, LAYERS[:2], some, batches(2), 0).effects[LAYERS[0], "fp8_current"]
+    assert found[base].own_grad_error == pytest.approx(found[BASE].own_grad_error, rel=0.05)

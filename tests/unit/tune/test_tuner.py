@@ -142,8 +142,8 @@ def test_options_out_of_range(changes, message) -> None:
     [
         ({}, {"steps": 1}, ConfigError, "steps=1: expected at least 2 without a start"),
         ({"recipe_fields": {"min_size": 4096}}, {}, ConfigError, "layers to choose for, found none"),
-        ({"parallel": {"data": 2}}, {}, ConfigError, "parallel: expected one process"),
-        ({"switches": [{"after_step": 1, "recipe": "bf16"}]}, {}, ConfigError, "switches"),
+        ({"parallel": {"data": 2}}, {}, ConfigError, "parallel: expected one process .* set its sizes to 1"),
+        ({"switches": [{"after_step": 1, "recipe": "bf16"}]}, {}, ConfigError, r"switches: .* set it to \[\]"),
         ({}, {"batches": 10**6}, ConfigError, "1000000 batches of 1 sequences: expected at most"),
         ({"data": {"corpus": "nothing/*.txt"}}, {}, DataError, "nothing"),
     ],
