@@ -226,8 +226,10 @@ def test_a_clean_run_says_that_nothing_was_found(opened, files):
 
 
 def test_it_prints_without_what_only_a_screen_can_use(opened, files, tmp_path):
-    page = opened(files["one"])
+    page = opened(files["one"], scheme="dark")
     page.emulate_media(media="print")
+    ink = "getComputedStyle(document.querySelector('.finding')).color"
+    assert page.evaluate(ink) == "rgb(28, 36, 48)"  # dark on white, whatever the screen has
     assert not page.locator(".top").is_visible() and not page.locator("#map-measure").is_visible()
     page.pdf(path=tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 30_000
