@@ -42,7 +42,7 @@ from narrowgauge.tune.verify import for_short_runs, short_run
 MOST_SECONDS = 600.0
 LOW_RATE = 3e-4  # of the training that goes on: a seventh of the default
 HELD_OUT_BATCHES = 40
-PLANTED, PLANTED_NORM = "blocks.{}.mlp.gate_up", "blocks.{}.mlp_norm"
+PLANTED, PLANTED_NORM = "blocks.{}.attention.qkv", "blocks.{}.attention_norm"
 FACTOR, EVERY = 2.0**17, 16
 SMALL = {
     "model": {"layers": 3, "width": 32, "heads": 2, "kv_heads": 1, "ffn_width": 64, "context": 32},
@@ -145,7 +145,7 @@ def main() -> int:
             found = tune(low, dataclasses.replace(options, hand_rule=rule, **changes), say, start)
             some_figures, some_rows = compare(found, label)
             figures, rows, results = figures | some_figures, rows + some_rows, results | {label: found.to_dict()}
-    block = config.model.build(dataset.tokenizer.vocab_size).layers // 2
+    block = (config.model.build(dataset.tokenizer.vocab_size).layers - 1) // 2
     found = tune(low, dataclasses.replace(options, steps=0), say, planted(start, block))
     some_figures, some_rows = compare_planted(found, PLANTED.format(block))
     figures, rows, results = figures | some_figures, rows + some_rows, results | {"planted": found.to_dict()}
