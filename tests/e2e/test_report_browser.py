@@ -225,6 +225,30 @@ def test_a_clean_run_says_that_nothing_was_found(opened, files):
     assert "14 layers" in page.locator("#attention .lead").inner_text()
 
 
+def test_runs_with_little_or_nothing_in_them_are_shown(opened, tmp_path):
+    """Of schema 1; without any row; without one loss that is finite."""
+
+    def not_finite(step: int, row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "loss": float("nan"), "grad_norm": float("inf")} if row["kind"] == "step" else {}
+
+    def old(step: int, row: dict[str, Any]) -> dict[str, Any]:
+        shares = {"statistics": {"input": {"saturated": 0.0, "flushed": 0.1}}} if step % 10 == 0 else {}
+        return {**row, **shares} if row["kind"] == "step" else {}
+
+    runs = {
+        "nan": {"change": not_finite},
+        "empty": {"change": lambda step, row: {}},
+        "old": {"change": old, "schema": 1},
+    }
+    for name, options in runs.items():
+        path = tmp_path / f"{name}.html"
+        path.write_text(html_of(report_data([RunReader(write_run(tmp_path / name, steps=30, layers=1, **options))])))
+        page = opened(path.as_uri(), width=390)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.locator(".cells [data-cell]").count() == (1 if name == "old" else 0)
+        assert "What this journal does not have" in page.locator("#environment").inner_text()
+
+
 def test_it_prints_without_what_only_a_screen_can_use(opened, files, tmp_path):
     page = opened(files["one"], scheme="dark")
     page.emulate_media(media="print")
@@ -268,6 +292,7 @@ def _sample(run: RunReader, every: int) -> None:
 
 def test_the_live_page_follows_the_run(opened, tmp_path, monkeypatch):
     monkeypatch.setattr("narrowgauge.cli.live.EVERY_S", 0.2)
+    monkeypatch.setattr("narrowgauge.cli.live.MOST_SHARE", 1.0)
     folder = write_run(tmp_path / "live", steps=50)
     with LiveReport([RunReader(folder)]) as live:
         page = opened(live.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from http import HTTPStatus
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 EVERY_S = 5.0  # between two looks of the page
+MOST_SHARE = 0.05  # of the time goes into making the data, however large it is: training shares the process
 
 
 class LiveReport(AbstractContextManager["LiveReport"]):
@@ -41,6 +43,7 @@ class LiveReport(AbstractContextManager["LiveReport"]):
         self._folders: list[Path] = []
         self._lock = threading.Lock()
         self._held: tuple[str, dict[str, Any]] | None = None
+        self._rests_until_s = 0.0
         if not 0 <= port <= 65535:
             raise ConfigError(f"live_port={port}: expected 0 for any that is free, or 1 to 65535: change it")
         try:
@@ -79,8 +82,14 @@ class LiveReport(AbstractContextManager["LiveReport"]):
         self._folders = list(folders)
 
     def data(self) -> tuple[str, dict[str, Any]]:
-        """(a tag that changes with the journals, the report's data), made anew where a journal has grown."""
+        """(a tag that changes with the journals, the report's data), made anew where a journal has grown.
+
+        Not more often than `MOST_SHARE` of the time allows: until then the data of before.
+        """
         with self._lock:
+            begin_s = time.monotonic()
+            if self._held is not None and begin_s < self._rests_until_s:
+                return self._held
             if not self._runs:
                 self._runs = [RunReader(folder) for folder in self._folders]
             if not self._runs:
@@ -89,6 +98,8 @@ class LiveReport(AbstractContextManager["LiveReport"]):
             if self._held is None or any(changed):
                 tag = "-".join(run.tag for run in self._runs)
                 self._held = f'"{tag}"', report_data(self._runs, self._reference)
+                end_s = time.monotonic()
+                self._rests_until_s = end_s + (end_s - begin_s) * (1 / MOST_SHARE - 1)
             return self._held
 
 

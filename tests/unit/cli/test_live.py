@@ -15,6 +15,12 @@ from narrowgauge.observe.report_run import RunReader
 from synthetic_run import write_run
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data is made whenever it is asked for."""
+    monkeypatch.setattr("narrowgauge.cli.live.MOST_SHARE", 1.0)
+
+
 def get(port: int, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
@@ -51,6 +57,29 @@ def test_the_data_is_made_once_for_a_journal_that_does_not_grow(tmp_path, monkey
         for _ in range(3):
             assert get(live.port, "/data.json")[0] == 200
     assert len(made) == 1
+
+
+def test_making_the_data_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
+    """It took a second by the clock: at most a part in 20 means that the next 19 seconds are the data of before."""
+    clock = [100.0]
+
+    def made(*words):
+        clock[0] += 1.0
+        return {"runs": [], "at": clock[0]}
+
+    monkeypatch.setattr("narrowgauge.cli.live.MOST_SHARE", 0.05)
+    monkeypatch.setattr("narrowgauge.cli.live.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("narrowgauge.cli.live.report_data", made)
+    folder = write_run(tmp_path / "mine", steps=10, layers=1)
+    live = LiveReport([RunReader(folder)])
+    found = []
+    for later in (0.0, 18.9, 0.2):
+        clock[0] += later
+        with (folder / "journal.jsonl").open("a") as file:
+            file.write('{"kind": "step", "step": 11, "loss": 2.0}\n')
+        found.append(live.data()[1]["at"])
+    live.close()
+    assert found == pytest.approx([101.0, 101.0, 121.1])
 
 
 @pytest.mark.parametrize("name", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", ""])
