@@ -61,7 +61,7 @@ class Observation:
         self.every = every
         self.histograms_every = HISTOGRAM_SAMPLES * every if histograms_every is None else histograms_every
         self._stack: ExitStack | None = None
-        self._looks: tuple[Statistics, StateStatistics] | None = None
+        self._looks: tuple[Statistics, StateStatistics | None] | None = None
         self._has_bins = False
 
     def due(self, step: int) -> bool:
@@ -83,15 +83,18 @@ class Observation:
         finally:
             self.end()
 
-    def begin(self, step: int) -> None:
-        """Look from now on, whether the step is due or not; `end` ends it."""
+    def begin(self, step: int, *, has_state: bool = True) -> None:
+        """Look from now on, whether the step is due or not; `end` ends it.
+
+        has_state: whether at gradients, moments, parameters and collectives, too; operands alone take less time.
+        """
         self.end()
         self._has_bins = self._bins_due(step)
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing can be compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             operands = stack.enter_context(collect(self.model, self._has_bins))
-            state = stack.enter_context(watched(self.model, self.optimizer, self._has_bins))
+            state = stack.enter_context(watched(self.model, self.optimizer, self._has_bins)) if has_state else None
             self._looks = operands, state
             self._stack = stack.pop_all()
 
@@ -111,7 +114,7 @@ class Observation:
             return None
         operands, state = looks
         found = operands.figures()
-        for layer, roles in state.figures().items():
+        for layer, roles in ({} if state is None else state.figures()).items():
             found.setdefault(layer, {}).update(roles)
         found = _of_all_ranks(found)
         layers = {

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from narrowgauge.layers.convert import device_of
+from narrowgauge.numerics.companding import LINEAR
 from narrowgauge.observe.observation import Observation
 from narrowgauge.optim.replace import current
 from narrowgauge.recipes import library
@@ -92,6 +93,12 @@ class Guard:
         if self.config.mode == "off":
             return False
         return self._looks_again or step % self.config.every == 0 or self._losses.asks_for(step)
+
+    @property
+    def weighs_moments(self) -> bool:
+        """True where the casts of moments are judged by their error: where some are narrow and not companded."""
+        specs = (self._moments.spec(p, role) for _, p in self._moments.parameters() for role in MOMENT_ROLES)
+        return any(spec and spec.format.is_narrow and spec.companding is LINEAR for spec in specs)
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Around forward, backward and optimizer step: measures where the step is due."""
@@ -287,3 +294,7 @@ class Looks(Observation):
 
     def due(self, step: int) -> bool:
         return super().due(step) or self._guard.due(step)
+
+    def begin(self, step: int, *, has_state: bool = True) -> None:
+        has_state = has_state and (super().due(step) or self._guard.weighs_moments)
+        super().begin(step, has_state=has_state)
