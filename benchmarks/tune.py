@@ -1,6 +1,6 @@
 """`narrowgauge tune` on the default GPT: how long it takes, and whether what it chooses loses less at equal bytes.
 
-    python benchmarks/tune.py [--seeds 5] [--base-steps 400] [--steps 40] [--small] [--json]
+    python benchmarks/tune.py [--seeds 3] [--base-steps 400] [--steps 20] [--small] [--json]
 
 Three parts. First the command as it comes, from nothing to a recipe: seconds of the whole.
 
@@ -113,9 +113,9 @@ def compare_planted(found: Tuned, layer: str) -> tuple[dict[str, dict[str, float
 def main() -> int:
     """Print tables and figures, write the result file with --json; exit 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="of the training that goes on")
+    parser.add_argument("--seeds", type=int, default=3, help="of the training that goes on")
     parser.add_argument("--base-steps", type=int, default=400, help="of the model that has learnt")
-    parser.add_argument("--steps", type=int, default=40, help="of the training that goes on")
+    parser.add_argument("--steps", type=int, default=20, help="of the training that goes on")
     parser.add_argument("--small", action="store_true", help="a tiny model and few steps")
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
     arguments = parser.parse_args()
