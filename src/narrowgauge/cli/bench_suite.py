@@ -75,7 +75,9 @@ SUITE = (
     Benchmark("observation", "observation", "what observing a run costs, and that it changes no bit", quick=None),
     Benchmark("report", "report", "opening the report of a long run", quick=None),
     Benchmark("guard", "guard", "injected faults, with the guard and without", quick=None, limit_s=3 * HOUR),
-    Benchmark("tune", "tune", "chosen precision, against the hand rule", quick=None, limit_s=3 * HOUR),
+    Benchmark(
+        "tune", "tune", "chosen precision, against the hand rule", quick=("--small", "--seeds", "1"), limit_s=3 * HOUR
+    ),
     Benchmark("sft", "sft", "instruction tuning of SmolLM2-135M by three recipes", quick=None, limit_s=2 * HOUR),
     Benchmark(
         "accelerate_bert", "accelerate_bert", "Accelerate's FP8 benchmark by our recipes", quick=None, limit_s=3 * HOUR
