@@ -5,11 +5,31 @@ from __future__ import annotations
 import copy
 import itertools
 
-from step_items import FIRST, GRADS, HYPERS, KEY, PARAMS, SECOND, SIGNED, UNSIGNED, make, same_bits
+import torch
+from step_items import (
+    FIRST,
+    GRADS,
+    HALF_NONZERO,
+    HYPERS,
+    KEY,
+    PARAMS,
+    SCALED_PARAMS,
+    SECOND,
+    SIGNED,
+    UNSIGNED,
+    WHOLE_E4M3,
+    make,
+    same_bits,
+)
 
+from narrowgauge.numerics.formats import E4M3FN, E5M2, FP16
+from narrowgauge.numerics.rounding import NONZERO
+from narrowgauge.numerics.scaling import CURRENT
+from narrowgauge.optim import storage
 from narrowgauge.optim.kernels import cuda
 from narrowgauge.optim.rules import Rule
 from narrowgauge.optim.update import Item, update
+from narrowgauge.recipes.cast_spec import CastSpec
 
 
 def check(rule: Rule, item: Item) -> None:
@@ -29,6 +49,24 @@ def check_everything() -> None:
         check(Rule.ADAM, make("residual", "e4m3", (first, second), adam, (5, 100), 1))
     for rule, hyper, moments in HYPERS:
         check(rule, make("residual", "fp32", (SIGNED, UNSIGNED)[:moments], hyper, (9, 384), 2))
+    check_scaled()
+
+
+def check_scaled() -> None:
+    """One scale for the whole tensor, in two launches."""
+    adam, whole = HYPERS[0][1], (WHOLE_E4M3, HALF_NONZERO)
+    other = (CastSpec(E5M2), CastSpec(E4M3FN, rounding=NONZERO))
+    for param, grad, specs in itertools.product(SCALED_PARAMS, ("e4m3", "fp16"), (whole, other, FIRST[:1] * 2)):
+        check(Rule.ADAM, make(param, grad, specs, adam, (3, 700), 0))
+    check(Rule.ADAM, make("residual", "e4m3", (CastSpec(FP16, scale=CURRENT), UNSIGNED), adam, (3, 333), 1))
+    for rule, hyper, moments in HYPERS[2:6]:
+        check(rule, make("copied", "fp32", whole[:moments], hyper, (9, 384), 2))
+    for value in (0.0, torch.inf, torch.nan):
+        item = make("copied", "fp32", whole, adam._replace(decay=1.0), (4, 300), 3)
+        grad = torch.zeros_like(item.grad) if value == 0.0 else item.grad.clone()
+        grad[1, 1] = value
+        moments = item.moments if value else tuple(storage.encode(grad, spec) for spec in whole)
+        check(Rule.ADAM, item._replace(grad=grad, moments=moments))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def takes(rule: Rule, item: Item) -> bool:
     row, on_cpu = row_of(rule, item), item.param.device.type == "cpu"
     if len(devices) > 1 or row is None or grad_kind(item.grad) is None:
         return False
-    return on_cpu or (has_gpu_kernels(item.param) and not is_scaled(row))
+    return on_cpu or has_gpu_kernels(item.param)
 
 
 def is_scaled(row: list[int]) -> bool:

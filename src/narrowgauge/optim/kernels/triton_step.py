@@ -1,5 +1,8 @@
 """The fused step for CUDA devices in Triton: one launch a parameter, one program for a few tiles.
 
+Where a tensor has one scale for all of its values there are two launches: the first one, MEASURE, takes the step and
+keeps its largest magnitudes, the second takes it again and stores it under the scales that follow from them.
+
 FP fusion is off, so that no product is contracted into the sum that follows; quotients and roots are those of IEEE 754.
 Kinds and rules are the numbers of `table`.
 """
@@ -18,11 +21,25 @@ from narrowgauge.numerics.kernels.triton_round import (
     narrow,
     widen,
 )
+from narrowgauge.optim.kernels.triton_scaled import decoded, raise_to, read_scaled, write_scaled
 
 
 @triton.jit
-def _read_param(param, master, place, mask, PARAM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read_param(  # type: ignore[no-untyped-def]
+    param, master, param_scale, master_scale, place, mask, PARAM: tl.constexpr, PARAM_CODE: tl.constexpr,
+    MASTER_CODE: tl.constexpr,
+):  # fmt: skip
     """float32 values, and the stored bits: those of the parameter and of its master."""
+    if PARAM == 5:  # SCALED
+        return read_scaled(param, param_scale, place, mask, PARAM_CODE), 0, 0
+    elif PARAM == 6:  # COPIED
+        return read_scaled(master, master_scale, place, mask, MASTER_CODE), 0, 0
+    else:
+        return _read_unscaled(param, master, place, mask, PARAM)
+
+
+@triton.jit
+def _read_unscaled(param, master, place, mask, PARAM: tl.constexpr):  # type: ignore[no-untyped-def]
     stored = tl.load(param + place, mask=mask, other=0.0)
     values = widen(stored)
     rest = 0
@@ -78,6 +95,19 @@ def _write_param(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _write_scaled_param(  # type: ignore[no-untyped-def]
+    param, master, place, mask, new, scales, found, PARAM: tl.constexpr, PARAM_CODE: tl.constexpr,
+    MASTER_CODE: tl.constexpr,
+):  # fmt: skip
+    """Store the new values, the parameter after its master's; where none of the whole has changed, the bits stay."""
+    changed = mask & (tl.load(found + 3) + tl.zeros_like(place) != 0)
+    if PARAM == 6:
+        code = write_scaled(master, new, tl.load(scales + 1), place, changed, MASTER_CODE)
+        new = decoded(code, MASTER_CODE) * tl.load(scales + 4)
+    write_scaled(param, new, tl.load(scales), place, changed, PARAM_CODE)
+
+
+@triton.jit
 def _read_grad(grad, scale, place, mask, GRAD: tl.constexpr):  # type: ignore[no-untyped-def]
     if GRAD < 2 or GRAD == 4:  # FLOAT, BFLOAT, HALF
         return widen(tl.load(grad + place, mask=mask, other=0.0))
@@ -87,8 +117,12 @@ def _read_grad(grad, scale, place, mask, GRAD: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _read_moment(codes, scales, place, tile, mask, real, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    if KIND < 3:
+def _read_moment(  # type: ignore[no-untyped-def]
+    codes, scales, place, tile, mask, real, KIND: tl.constexpr, CODE: tl.constexpr
+):
+    if KIND == 5:  # SCALED
+        return read_scaled(codes, scales, place, mask, CODE)
+    elif KIND < 3:
         return widen(tl.load(codes + place, mask=mask, other=0.0))
     else:
         code = tl.load(codes + place, mask=mask, other=0).to(tl.int32)
@@ -97,10 +131,15 @@ def _read_moment(codes, scales, place, tile, mask, real, KIND: tl.constexpr):  #
 
 @triton.jit
 def _write_moment(  # type: ignore[no-untyped-def]
-    codes, scales, amax, values, place, tile, mask, real, KIND: tl.constexpr
+    codes, scales, amax, values, place, tile, mask, real, quant_scale, KIND: tl.constexpr, CODE: tl.constexpr
 ):
-    """Store a new moment with fresh scales; amax (int32 bits, zero before) is raised to its largest magnitude."""
-    if KIND < 3:
+    """Store a new moment with fresh scales; amax (int32 bits, zero before) is raised to its largest magnitude.
+
+    quant_scale: of a SCALED one, whose scale and amax are written elsewhere.
+    """
+    if KIND == 5:
+        write_scaled(codes, values, tl.load(quant_scale), place, mask, CODE)
+    elif KIND < 3:
         tl.store(codes + place, narrow(values, codes.dtype.element_ty), mask=mask)
     else:
         limit: tl.constexpr = 16129.0 if KIND == 3 else 65025.0
@@ -158,28 +197,49 @@ def _rule(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["stream"])
 def step_kernel(  # type: ignore[no-untyped-def]
-    param, master, grad, grad_scale, first, first_scale, first_amax, second, second_scale, second_amax, key, stream,
-    columns, width, across, tiles, h0, h1, h2, h3, h4, h5, h6, h7, h8, RULE: tl.constexpr, L2: tl.constexpr,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    param, master, grad, grad_scale, first, first_scale, first_amax, second, second_scale, second_amax, param_scale,
+    master_scale, scales, found, key, stream, columns, width, across, tiles, h0, h1, h2, h3, h4, h5, h6, h7, h8,
+    RULE: tl.constexpr, L2: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, PARAM_CODE: tl.constexpr, MASTER_CODE: tl.constexpr, FIRST_CODE: tl.constexpr,
+    SECOND_CODE: tl.constexpr, MEASURE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Step TILES tiles of a parameter, each `width` (at most WIDTH) columns of a row, the last of a row maybe fewer."""
+    """Step TILES tiles of a parameter, each `width` (at most WIDTH) columns of a row, the last of a row maybe fewer.
+
+    scales: float32 [5], the new ones of what has one for the whole: quant_scale of parameter, master, first and second
+    moment, and the master's dequant_scale. found: int32 [4], which measuring raises from zeros to the largest
+    magnitudes, as bits, of the new first and second moment and the parameter, and to 1 where a value of it changes.
+    """
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     real = tile < tiles
     inside = tl.arange(0, WIDTH)
     column = (tile % across * width)[:, None] + inside[None, :]
     mask = real[:, None] & (inside < width)[None, :] & (column < columns)
     place = (tile // across * columns)[:, None] + column
-    p, stored, rest = _read_param(param, master, place, mask, PARAM)
+    p, stored, rest = _read_param(param, master, param_scale, master_scale, place, mask, PARAM, PARAM_CODE, MASTER_CODE)
     g = _read_grad(grad, grad_scale, place, mask, GRAD)
     m, v = g, g
     if FIRST:
-        m = _read_moment(first, first_scale, place, tile, mask, real, FIRST)
+        m = _read_moment(first, first_scale, place, tile, mask, real, FIRST, FIRST_CODE)
     if SECOND:
-        v = _read_moment(second, second_scale, place, tile, mask, real, SECOND)
+        v = _read_moment(second, second_scale, place, tile, mask, real, SECOND, SECOND_CODE)
     new, m, v = _rule(p, g, m, v, h0, h1, h2, h3, h4, h5, h6, h7, h8, RULE, L2, FIRST != 0)
-    if FIRST:
-        _write_moment(first, first_scale, first_amax, m, place, tile, mask, real, FIRST)
-    if SECOND:
-        _write_moment(second, second_scale, second_amax, v, place, tile, mask, real, SECOND)
-    _write_param(param, master, place, mask, p, stored, rest, new, key, stream, PARAM)
+    if MEASURE:
+        if FIRST == 5:
+            raise_to(found, m, mask)
+        if SECOND == 5:
+            raise_to(found + 1, v, mask)
+        if PARAM >= 5:
+            raise_to(found + 2, new, mask)
+            differs = tl.where(mask & (p != new), 1, 0)
+            tl.atomic_max(found + 3, tl.max(tl.max(differs, axis=1), axis=0))
+    else:
+        if FIRST:
+            _write_moment(first, first_scale, first_amax, m, place, tile, mask, real, scales + 2, FIRST, FIRST_CODE)
+        if SECOND:
+            _write_moment(
+                second, second_scale, second_amax, v, place, tile, mask, real, scales + 3, SECOND, SECOND_CODE
+            )
+        if PARAM >= 5:
+            _write_scaled_param(param, master, place, mask, new, scales, found, PARAM, PARAM_CODE, MASTER_CODE)
+        else:
+            _write_param(param, master, place, mask, p, stored, rest, new, key, stream, PARAM)
