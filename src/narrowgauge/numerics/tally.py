@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 _SMALLEST = -149  # floor(log2) of the smallest float32, a subnormal
 _BINS = 127 - _SMALLEST + 1
 _BIAS = 127  # of float32's exponent
+_CACHED, _ON_DEVICE = 1 << 15, 1 << 24  # values: 256 KiB in float64, of a cache of 1 MiB or more; and 128 MiB
 
 VALUES, SATURATED, FLUSHED = "values", "saturated", "flushed"
 SIGNAL, NOISE = "signal", "noise"
@@ -90,11 +92,15 @@ class Tally:
                 before = self.maxima.get(key)
                 self.maxima[key] = value if before is None else torch.maximum(before, value)
 
-    def add_error(self, x: Tensor, approximation: Tensor) -> None:
-        """Add the squares of `x` and of what `approximation` lacks of it, in float64: squares of small values vanish in
-        float32."""
-        x = x.detach().float()
-        self.add(signal=_squares(x), noise=_squares(x - approximation.float()))
+    def add_error(self, x: Tensor, approximation: Tensor, factor: Tensor | None = None) -> None:
+        """Add the squares of `x` and of what `approximation`, of as many values, lacks of it.
+
+        In float64: squares of small values vanish in float32. factor: 0-dimensional, of the approximation.
+        """
+        flat, other = x.detach().reshape(-1), approximation.detach().reshape(-1)
+        for part in pieces(flat):
+            values, kept = flat[part].float(), other[part].float()
+            self.add(signal=_squares(values), noise=_squares(values - (kept if factor is None else kept * factor)))
 
     def add_bins(self, x: Tensor) -> None:
         """Add the values of `x`, of which zeros and those that are not finite have no bin. Waits for the device."""
@@ -133,8 +139,16 @@ class Tally:
         return Figures(sums, maxima, None if self.bins is None else self.bins.tolist(), int(values[-1]))
 
 
+def pieces(flat: Tensor) -> Iterator[slice]:
+    """Parts of a flat tensor that are looked at at once: on a CPU so small that their temporaries stay in its cache."""
+    size = _CACHED if flat.device.type == "cpu" else _ON_DEVICE
+    for start in range(0, flat.numel(), size):
+        yield slice(start, start + size)
+
+
 def _squares(x: Tensor) -> Tensor:
-    return x.square().sum(dtype=torch.float64) if x.dtype is torch.float64 else x.double().square_().sum()
+    wide = x.double()
+    return torch.dot(wide, wide)
 
 
 def _decibel(ratio: float) -> float:

@@ -80,13 +80,12 @@ class Cast(NamedTuple):
     block_scale: Tensor | None = None
     tally: Tally | None = None
 
-    def values(self) -> Tensor:
-        """What the cast made of its operand, in float32."""
-        values = self.carrier
-        if values is None:
-            assert self.codes is not None
-            values = self._decoded(self.codes, torch.float32)
-        return values.float() if self.dequant_scale is None else values.float() * self.dequant_scale
+    def unscaled(self) -> Tensor:
+        """What the cast made of its operand, without `dequant_scale`."""
+        if self.carrier is not None:
+            return self.carrier
+        assert self.codes is not None
+        return self._decoded(self.codes, torch.float32)
 
     def factor(self, backend: Backend) -> Factor:
         """The factor of a product on `backend`: codes for scaled_mm, else values that its carrier dtype holds."""

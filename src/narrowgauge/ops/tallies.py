@@ -27,7 +27,7 @@ def complete(done: Cast, x: Tensor, has_bins: bool) -> None:
     tally = done.tally
     assert tally is not None
     tally.raise_to(amax=done.amax, scale=_largest_scale(done))
-    tally.add_error(x, done.values())
+    tally.add_error(x, done.unscaled(), done.dequant_scale)
     tally.has_bins = has_bins
     tally.add_bins(x)
 

@@ -60,7 +60,7 @@ class UpdateWatch:
         tally.add(updates=moves.sum(), lost=(moves & (after == old)).sum())
         tally.raise_to(amax=scaling.tensor_amax(after), scale=largest_scale(item.param.detach()))
         if item.master is not None or not _is_wide(item.param.detach()):
-            in_pieces(tally.add_error, new, after)
+            tally.add_error(new, after)
 
 
 def _exact(rule: Rule, item: Item, old: Tensor) -> tuple[Tensor, Tensor, Moments]:

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from narrowgauge.numerics import scaling
 from narrowgauge.numerics.companding import RANGE_EXPANSION
-from narrowgauge.numerics.tally import Tally
+from narrowgauge.numerics.tally import Tally, pieces
 from narrowgauge.tensors.packed import PackedTensor
 from narrowgauge.tensors.quantized import QuantizedTensor
 
-PIECE = 1 << 20  # values that are looked at at once: 8 MiB in float64
 # a scale is rounded to float32, and so is its inverse: the largest value may pass the format's maximum by this
 _SLACK = 1 + 2.0**-20
 
@@ -30,7 +29,7 @@ def add_storage(tally: Tally, x: Tensor, stored: Tensor) -> None:
     if isinstance(stored, QuantizedTensor) and not stored.spec.in_blocks:
         limit = stored.dequant_scale * (stored.spec.format.max * _SLACK)
         tally.add(saturated=(x.abs() > limit).sum())
-    in_pieces(tally.add_error, x, kept)
+    tally.add_error(x, kept)
     tally.add_bins(x)
 
 
@@ -51,5 +50,5 @@ def largest_scale(stored: Tensor) -> Tensor | None:
 def in_pieces(function: Callable[..., None], *tensors: Tensor) -> None:
     """Call `function` with flat pieces of tensors of one shape, so that its temporaries stay small."""
     flat = [t.reshape(-1) for t in tensors]
-    for start in range(0, flat[0].numel(), PIECE):
-        function(*(t[start : start + PIECE] for t in flat))
+    for part in pieces(flat[0]):
+        function(*(t[part] for t in flat))
