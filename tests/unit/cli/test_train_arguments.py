@@ -15,15 +15,21 @@ from narrowgauge.train.config import SwitchConfig, TrainConfig
 
 
 def test_nothing_given_is_the_default_configuration() -> None:
-    config, as_json = parse_arguments([])
-    assert config == TrainConfig() and not as_json
+    assert parse_arguments([]) == (TrainConfig(), False, None)
 
 
 def test_a_written_configuration_is_read_back(tmp_path) -> None:
     words = ["--model.layers", "2", "--recipe_fields.exclude", '["*.down"]', "--name", "2024-01-01", "--clip", ".5"]
     config = parse_arguments([*words, "--json"]).config
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert parse_arguments(["--config", f"{tmp_path}/config.yaml"]) == (config, False)
+    assert parse_arguments(["--config", f"{tmp_path}/config.yaml"]) == (config, False, None)
+
+
+def test_the_live_report_and_its_port() -> None:
+    assert parse_arguments(["--live"]).live_port == 0
+    assert parse_arguments(["--live", "--live-port", "8080"]).live_port == 8080
+    with pytest.raises(ConfigError, match="add --live"):
+        parse_arguments(["--live_port", "8080"])
 
 
 @pytest.mark.parametrize(
