@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 import narrowgauge
 from narrowgauge.layers.gradients import recipe_of
-from narrowgauge.observe.run_header import header
 from narrowgauge.observe.journal import FILE_NAME, cut
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.ledger import ledger
 from narrowgauge.observe.observation import Precision
+from narrowgauge.observe.run_header import header
 from narrowgauge.optim.replace import current
 from narrowgauge.recipes.serialize import to_dict
 

@@ -10,10 +10,10 @@ import torch
 from narrowgauge import __version__
 from narrowgauge.errors import CheckpointError, RecipeError
 from narrowgauge.observe import journal
-from narrowgauge.observe.run_header import header
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.ledger import Ledger
 from narrowgauge.observe.observation import Precision
+from narrowgauge.observe.run_header import header
 from narrowgauge.recipes.serialize import from_dict, to_dict
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train import events
