@@ -43,7 +43,7 @@ class Start:
         """Of a finished run: its weights with all their digits, and the slope of its losses."""
         trained = Trained.open(run, device="cpu", prepared=False)
         steps = Journal(trained.folder.path).steps
-        return cls(weights_of(trained.model), slope_of(list(steps["loss"])))
+        return cls(weights_of(trained.model), slope_of([float(loss) for loss in steps["loss"]]))
 
 
 def tune(config: TrainConfig, options: Options, on_progress: OnProgress = ignore, start: Start | None = None) -> Tuned:
