@@ -1,8 +1,9 @@
 """What `accelerate launch` starts in test_accelerate_launch: the loop of accelerate's documentation, for some recipes.
 
-    accelerate launch --config_file FILE accelerate_script.py FOLDER RECIPE ...
+    accelerate launch --config_file FILE accelerate_script.py FOLDER NAME ...
 
-Each process writes FOLDER/RECIPE-RANK.json; the state lies in FOLDER/RECIPE/.
+NAME: a recipe's, with "shard-" before it where FSDP2 is to part the model over the processes. Each process writes
+FOLDER/NAME-RANK.json; the state lies in FOLDER/NAME/.
 """
 
 from __future__ import annotations
@@ -18,19 +19,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import narrowgauge as ng
 from narrowgauge.distributed import wire
 from narrowgauge.integrations.accelerate import Accelerator
 
 STEPS, ACCUMULATION, SEQUENCES = 3, 2, 8
 
 
-def train(recipe: str, folder: Path) -> dict[str, Any]:
+SHARD = "shard-"
+
+
+def train(name: str, folder: Path) -> dict[str, Any]:
     """Mean losses and norms of the steps, a sum of the weights' bits, and the bytes that gradients sent, by dtype."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
+    recipe, is_sharded = name.removeprefix(SHARD), name.startswith(SHARD)
     accelerator = Accelerator(cpu=True, recipe=recipe, gradient_accumulation_steps=ACCUMULATION)
-    torch.manual_seed(accelerator.process_index)  # processes that start apart get the first one's weights
+    # processes that start apart get the first one's weights, but for shards, which are cut from each one's own
+    torch.manual_seed(0 if is_sharded else accelerator.process_index)
     model: Any = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.GELU(), nn.Linear(96, 64))
+    if is_sharded and accelerator.num_processes > 1:
+        model = ng.distributed.shard(model, ng.distributed.layout(shard=accelerator.num_processes))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.randint(0, 64, (STEPS * ACCUMULATION * SEQUENCES, 4), generator=torch.Generator().manual_seed(0))
     loader: Any = DataLoader(data, batch_size=SEQUENCES // accelerator.num_processes)  # type: ignore[arg-type]
@@ -47,14 +56,14 @@ def train(recipe: str, folder: Path) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
-    accelerator.save_state(str(folder / recipe))
+    accelerator.save_state(str(folder / name))
     state = accelerator.get_state_dict(model)
     sent: dict[str, int] = {}
     for row in count.rows:
         if row.role == "grad_comm":
             sent[str(row.dtype)] = sent.get(str(row.dtype), 0) + row.bytes
     bits = [int(value.view(torch.int32).sum(dtype=torch.int64)) for value in state.values()]
-    accelerator.load_state(str(folder / recipe))
+    accelerator.load_state(str(folder / name))
     again = accelerator.get_state_dict(model)
     assert all(torch.equal(again[name], value) for name, value in state.items())
     return {"losses": losses, "norms": norms, "bits": bits, "sent": sent, "processes": accelerator.num_processes}
@@ -65,11 +74,11 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def main() -> None:
-    folder, *recipes = sys.argv[1:]
-    for recipe in recipes:
-        found = train(recipe, Path(folder))
+    folder, *names = sys.argv[1:]
+    for name in names:
+        found = train(name, Path(folder))
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        (Path(folder) / f"{recipe}-{rank}.json").write_text(json.dumps(found))
+        (Path(folder) / f"{name}-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

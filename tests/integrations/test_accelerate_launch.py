@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from narrowgauge.integrations.accelerate import Accelerator
 
-RECIPES = ("fp32", "fp8_delayed", "narrow8")
+NAMES = ("fp32", "fp8_delayed", "narrow8", "shard-fp32", "shard-narrow8", "shard-fp8_lm_o3")
 # as `accelerate config` writes it for one machine. Of several processes accelerate starts on CPUs only those of MPI, so
 # the file speaks of GPUs, and the script says cpu=True
 LAUNCH = {
@@ -52,25 +52,26 @@ def test_two_processes_that_accelerate_launches_train_as_one(tmp_path: Path) -> 
     config.write_text(yaml.safe_dump(LAUNCH | {"main_process_port": free_port()}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), script.__file__]
     started = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning:narrowgauge"}
-    done = subprocess.run([*command, str(tmp_path), *RECIPES], env=started, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, str(tmp_path), *NAMES], env=started, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    for recipe in RECIPES:
-        first, second = (json.loads((tmp_path / f"{recipe}-{rank}.json").read_text()) for rank in (0, 1))
+    for name in NAMES:
+        recipe = name.removeprefix(script.SHARD)
+        first, second = (json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
         assert first == second and first["processes"] == 2
-        whole = script.train(recipe, tmp_path / "whole")
+        whole = script.train(name, tmp_path / "whole")
         assert whole["processes"] == 1
         assert len(first["losses"]) == len(whole["losses"]) == script.STEPS * script.ACCUMULATION
         progress = whole["losses"][0] - whole["losses"][-1]
         assert progress > 0.1
         # sums in another order; or other roundings of each gradient, at most by 1/16 of it: scales go by half a batch
         allowed = 1e-5 if recipe == "fp32" else progress / 16
-        assert first["losses"] == pytest.approx(whole["losses"], abs=allowed), recipe
-        assert first["norms"] == pytest.approx(whole["norms"], rel=1e-4 if recipe == "fp32" else 1 / 16), recipe
+        assert first["losses"] == pytest.approx(whole["losses"], abs=allowed), name
+        assert first["norms"] == pytest.approx(whole["norms"], rel=1e-4 if recipe == "fp32" else 1 / 16), name
         kept = 64 * 64 + 96 * 64 * 2  # values of the weights that are large enough for 8 bits
-        if recipe == "narrow8":
+        if name == "narrow8":
             narrow = sum(size for dtype, size in first["sent"].items() if "float8" in dtype or "int8" in dtype)
             assert kept * script.STEPS <= narrow <= 1.05 * kept * script.STEPS * 129 / 128
-        resume_alone(recipe, tmp_path, first["bits"])
+        resume_alone(recipe, tmp_path / name, first["bits"])
 
 
 def resume_alone(recipe: str, folder: Path, bits: list[int]) -> None:
@@ -82,6 +83,6 @@ def resume_alone(recipe: str, folder: Path, bits: list[int]) -> None:
         torch.nn.Linear(96, 64),
     )  # fmt: skip
     prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    accelerator.load_state(str(folder / recipe))
+    accelerator.load_state(str(folder))
     state = accelerator.get_state_dict(prepared)
     assert [int(value.view(torch.int32).sum(dtype=torch.int64)) for value in state.values()] == bits

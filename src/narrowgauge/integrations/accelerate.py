@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from narrowgauge.distributed.sharding import is_sharded
 from narrowgauge.errors import CheckpointError, ConfigError
 from narrowgauge.integrations.huggingface import full_values
 from narrowgauge.integrations.requirements import require
@@ -94,7 +95,7 @@ class Accelerator(accelerate.Accelerator):
             found = "FSDP" if sharded else self.distributed_type.value
             raise ConfigError(
                 f"recipe={name!r} with {found} through accelerate: expected one process, or DistributedDataParallel; "
-                "shard the model by narrowgauge.distributed.shard, in a run that torchrun starts"
+                "shard the model by narrowgauge.distributed.shard before prepare, and launch without FSDP"
             )
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             raise ConfigError(
@@ -128,6 +129,14 @@ class Accelerator(accelerate.Accelerator):
                 self._prepared.remove(earlier)
             self._prepared.append(Prepared(model, wrapped, optimizer, earlier.dtypes if earlier else dtypes[at]))
         return tuple(results) if len(args) > 1 else results[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As accelerate's; one that `narrowgauge.distributed.shard` has parted stays as it is: FSDP2 is its wrapper."""
+        if is_sharded(model):
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[arg-type]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """As accelerate's, and it knows of steps that the recipe's guard has skipped."""

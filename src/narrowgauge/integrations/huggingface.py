@@ -21,6 +21,7 @@ from narrowgauge.models.gpt import GPT
 from narrowgauge.models.llama_layout import check_llama, to_llama
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.optim.replace import current
+from narrowgauge.tensors.local import is_distributed, local
 from narrowgauge.tensors.quantized import QuantizedTensor
 from narrowgauge.train.folder import make_temporary, os_errors
 
@@ -101,7 +102,7 @@ def new_directory(directory: Path | str, *, replace: bool = False) -> Iterator[P
 def full_values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """The state dict on the CPU, parameters with all digits that the optimizer holds; floating values in float32.
 
-    Tied parameters are one tensor.
+    Tied parameters are one tensor. Of a sharded model whole tensors, on every process: all of them call it.
     """
     state = {name: _plain(value) for name, value in model.state_dict().items()}
     optimizer = current(optimizer)
@@ -110,16 +111,27 @@ def full_values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
     found: dict[nn.Parameter, Tensor] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p not in found:
-            found[p] = full(p).to("cpu", torch.float32) if p in held else _plain(p)
+            found[p] = _plain(full(p)) if p in held else _plain(p)
         state[name] = found[p]
     return state
 
 
 def _plain(value: Tensor) -> Tensor:
     value = value.detach()
+    if is_distributed(value):
+        value = _gathered(value)
     if isinstance(value, QuantizedTensor):
         value = value.dequantize()
     return value.to("cpu", torch.float32) if value.is_floating_point() else value.cpu()
+
+
+def _gathered(value: Any) -> Tensor:
+    """The whole of a DTensor, its codes decoded before they travel."""
+    part = local(value)
+    if isinstance(part, QuantizedTensor):
+        shape = {"shape": value.shape, "stride": value.stride()}  # parts may differ in size
+        value = type(value).from_local(part.dequantize(), value.device_mesh, value.placements, run_check=False, **shape)
+    return value.full_tensor()
 
 
 def _tokenizer_config(model: GPT) -> dict[str, Any]:
