@@ -53,7 +53,7 @@ def test_every_public_name_resolves():
 def test_no_submodule_hides_a_public_name_once_it_is_loaded():
     # importing a submodule sets it as an attribute of the package: a function of the same name would be gone
     modules = {path.stem for path in (ROOT / "src" / "narrowgauge").iterdir() if path.suffix in ("", ".py")}
-    assert modules & set(ng.__all__) == {"distributed", "optim", "recipes"}  # which are meant as the modules
+    assert modules & set(ng.__all__) == {"distributed", "observe", "optim", "recipes"}  # which are meant as the modules
 
 
 def test_an_unknown_attribute_is_an_attribute_error():
