@@ -11,10 +11,10 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import DivergenceError
-from narrowgauge.observe.run_header import header
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.report_attention import attention
 from narrowgauge.observe.report_run import RunReader
+from narrowgauge.observe.run_header import header
 from narrowgauge.recipes.serialize import to_dict
 from narrowgauge.train import loop
 from narrowgauge.train.assemble import Parts, assemble

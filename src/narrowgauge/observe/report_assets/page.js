@@ -129,7 +129,7 @@ function drawMap() {
   }
   const made = section("map", "Precision map", "Each cell is one tensor of one layer. Choose one, by pointer or Enter, to see it over time.", ...parts.filter(Boolean));
   host.replaceWith(made);
-  if (!run.precision) { layerSection(null); return; }
+  if (!run.precision) { layerSection(null); redraw(); return; }
   const wanted = state.cell && cellNamed(state.map, ...state.cell);
   const urgent = state.data.attention.find((each) => each.run === state.run && each.layer && cellNamed(state.map, each.layer, each.role) !== undefined);
   state.map.show(wanted !== null && wanted !== undefined ? wanted : urgent ? cellNamed(state.map, urgent.layer, urgent.role) : state.map.worstCell());
@@ -270,8 +270,7 @@ function render(data) {
   state.run = Math.min(state.run, data.runs.length - 1);
   const main = document.getElementById("report");
   main.replaceChildren(facts(), attention(), losses(), el("section", { id: "map" }), el("section", { id: "layer" }), scaling(), byteSection(), eventSection(), environment());
-  drawMap();
-  redraw();
+  drawMap(); // which draws all charts, with those of the cell it chooses
   for (const id of open) { const each = id && document.getElementById(id); if (each) each.open = true; }
   if (focus && document.getElementById(focus)) document.getElementById(focus).focus({ preventScroll: true });
 }
