@@ -6,8 +6,7 @@ Each fault is trained three times by `narrowgauge.train`: clean, with the fault 
 the guard acting, all else the same bits. A fault touches precision alone: in exact arithmetic the faulty model is the
 clean one. It begins at step 101, the first after a sample of the guard's default period, so that the guard sees it
 24 steps late. Compared is the validation loss after the last step. The model: one block of width 64, on text of a
-Markov chain of order two, whose next symbol follows from the last two together: that takes the feed-forward network,
-and runs that differ in rounding alone, or in their seeds, end within a hundredth of a nat of each other.
+Markov chain of order two, whose next symbol follows from the last two together: that takes the feed-forward network.
 
 activations x 1000: the layer gate_up reads 1000 x, and its output is divided by 1000. Its input is cast to E4M3 without
     a scale, as unit scaling does (arXiv:2303.11257), which 1000 x exceeds: two thirds of the values are cut off at 448.
@@ -62,7 +61,7 @@ from narrowgauge.train.signals import Interruption
 
 START = 101
 WITHIN = 0.03
-SYMBOLS, DOCUMENTS, LENGTH = 16, 20, 30_000
+SYMBOLS, DOCUMENTS, LENGTH = 10, 20, 30_000
 HEALTHY = (
     "fp8_current", "fp8_delayed", "narrow8", "fp8_rowwise", "fp8_block", "mxfp8", "fp8_lm_o2", "fp8_delayed",
     "narrow8", "nvfp4",
@@ -75,7 +74,7 @@ Install = Callable[[Session], None]
 def write_chain(folder: Path) -> None:
     """Text of a Markov chain: two symbols are followed by any third one, with probabilities of normal logits."""
     random = np.random.default_rng(0)
-    chances = np.exp(2.5 * random.normal(size=(SYMBOLS, SYMBOLS, SYMBOLS)))
+    chances = np.exp(1.75 * random.normal(size=(SYMBOLS, SYMBOLS, SYMBOLS)))
     cumulative = (chances / chances.sum(2, keepdims=True)).cumsum(2)
     folder.mkdir(parents=True)
     for document in range(DOCUMENTS):
@@ -174,7 +173,7 @@ def config_of(folder: Path, recipe: str, steps: int, mode: str, seed: int, chain
         {
             "model": shape,
             "data": data | ({"corpus": str(folder / "chain" / "*.txt")} if chain else {}),
-            "optimizer": {"lr": 6e-3 if chain else 2e-3},
+            "optimizer": {"lr": 1e-2 if chain else 2e-3},
             "guard": {"mode": mode},
             "recipe": recipe,
             "batch_size": 32 if chain else 16,
@@ -305,7 +304,7 @@ def figures(results: dict[str, dict[str, Any]], names: list[str], seeds: int) ->
 def main() -> int:
     """Print runs and figures, write the result file with --json; exit 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=10, help="healthy runs")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")

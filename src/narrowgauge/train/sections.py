@@ -260,7 +260,7 @@ class GuardConfig:
     calm: int = 20
     input: LimitsConfig = field(default_factory=LimitsConfig)
     weight: LimitsConfig = field(default_factory=LimitsConfig)
-    grad_output: LimitsConfig = field(default_factory=LimitsConfig)
+    grad_output: LimitsConfig = field(default_factory=lambda: LimitsConfig(flushed=0.5))
     exp_avg: LimitsConfig = field(default_factory=lambda: LimitsConfig(flushed=1.0))
     exp_avg_sq: LimitsConfig = field(default_factory=lambda: LimitsConfig(flushed=0.001))
     nonfinite: int = 3

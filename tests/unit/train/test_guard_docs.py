@@ -24,9 +24,15 @@ def test_the_loop_runs() -> None:
 def test_defaults_are_those_of_the_page() -> None:
     config = GuardConfig()
     assert (config.mode, config.every, config.leave_out, config.rollbacks) == ("off", 25, 100, 3)
-    assert "`off` (default)" in PAGE and "at the default, 25," in " ".join(PAGE.split()) and "`guard.leave_out` batches, 100," in PAGE
+    assert (
+        "`off` (default)" in PAGE
+        and "at the default, 25," in " ".join(PAGE.split())
+        and "`guard.leave_out` batches, 100," in PAGE
+    )
     for role in ("input", "weight", "grad_output"):
-        assert dataclasses.astuple(getattr(config, role)) == (0.01, 0.1, 12.0)
+        flushed = 0.5 if role == "grad_output" else 0.1
+        assert dataclasses.astuple(getattr(config, role)) == (0.01, flushed, 12.0)
+    assert "`grad_output` in 8 bits or more | 50 % of the values |" in PAGE
     assert config.exp_avg_sq.flushed == 0.001 and "| 0.1 % of the values |" in PAGE
     assert f"{NORMAL_DB} + {DB_A_BIT} for each mantissa bit" in PAGE
     assert (config.nonfinite, config.spike_patience, config.spike_spreads, config.spike_floor) == (3, 3, 10.0, 0.5)
