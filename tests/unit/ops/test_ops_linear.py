@@ -218,8 +218,11 @@ def test_the_counter_hears_of_every_role_once():
     calls = []
 
     class Count:
-        def add(self, role, numel, saturated, flushed, amax):
-            calls.append((role, numel, int(saturated), int(flushed), float(amax)))
+        has_bins = False
+
+        def add(self, role, tally):
+            sums, maxima, *_ = tally.read()
+            calls.append((role, sums["values"], sums["saturated"], sums["flushed"], maxima["amax"]))
 
     problem = Problem(shape=(64, 48), out_features=32)
     problem.x[0, 0] = 1e-9

@@ -123,8 +123,10 @@ def test_each_role_is_counted_once_however_often_it_is_cast(casts):
     calls: list[tuple[str, int]] = []
 
     class Count:
-        def add(self, role, numel, saturated, flushed, amax):
-            calls.append((role, numel))
+        has_bins = False
+
+        def add(self, role, tally):
+            calls.append((role, tally.read().sums["values"]))
 
     counted, plain = (
         step(casts, counter=counter, generator=torch.Generator().manual_seed(0)) for counter in (Count(), None)
