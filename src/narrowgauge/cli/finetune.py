@@ -105,7 +105,10 @@ def prepare_libraries() -> None:
     for package, least in _REQUIRED.items():
         require(package, least, "narrowgauge[hf]")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("fine-tuning runs in one process, found more: start it without torchrun")
+        raise ConfigError(
+            "fine-tuning commands run in one process, found more: start this one without torchrun, or train on several "
+            "by the trainers of narrowgauge.integrations.trl, in a script of your own"
+        )
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in ("torchao", "torch.utils._pytree"):  # what optional libraries of transformers' say on import

@@ -137,3 +137,11 @@ def test_a_recipe_from_a_file_is_spelled_out(tmp_path):
     path.unlink()
     assert spelled.recipe == "custom" and spelled.build_recipe() == recipe("bf16").replace(name="mine", tf32=True)
     assert SFTConfig(model="a", data="b", recipe="bf16").spelled_out().recipe == "bf16"
+
+
+def test_several_processes_are_refused_before_anything_is_read(monkeypatch, capsys) -> None:
+    from narrowgauge.cli.main import main
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["sft", "--model", "nowhere", "--data", "nowhere.jsonl"]) == 2
+    assert "without torchrun, or train on several by the trainers" in capsys.readouterr().err
