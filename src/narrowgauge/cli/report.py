@@ -84,6 +84,8 @@ def _write(arguments: Namespace, readers: list[RunReader], reference: int) -> in
     path = Path(arguments.output) if arguments.output else readers[0].folder / FILE_NAME
     if path.is_dir():
         raise ConfigError(f"--output {path}: expected a file, found a folder: add a file name, such as {FILE_NAME}")
+    if path.resolve() in (reader.journal.path.resolve() for reader in readers):
+        raise ConfigError(f"--output {path}: expected a file for the report, found the journal itself: take another")
     write_file(path, page(data))
     pictures = _draw(arguments, data) if arguments.figures else []
     if arguments.json:

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.errors import CheckpointError, ConfigError
-from narrowgauge.observe.journal_rows import Row, check_header, ends_whole, lines
+from narrowgauge.observe.journal_rows import FILE_NAME, Row, check_header, ends_whole, lines, number
 
-FILE_NAME = "journal.jsonl"
 _COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale")
 
 
@@ -78,8 +77,7 @@ class Journal:
                 steps.append(row["step"])
                 skipped.append(row.get("skipped") is True)
                 for name, column in columns.items():
-                    value = row.get(name)
-                    column.append(float(value) if isinstance(value, int | float) else float("nan"))
+                    column.append(number(row.get(name)))
             self._steps = {"step": np.array(steps, np.int64), "skipped": np.array(skipped, bool)}
             self._steps |= {name: np.array(column, np.float64) for name, column in columns.items()}
         return self._steps

@@ -12,7 +12,9 @@ from typing import IO, Any
 from narrowgauge.errors import CheckpointError
 
 Row = dict[str, Any]
+FILE_NAME = "journal.jsonl"
 SCHEMA = 2  # what this version writes; a header without one is schema 1's
+MOST_STEPS = 1 << 32
 LONGEST_LINE = 1 << 28  # bytes; a row of 10,000 layers has a few megabytes, and what is longer is no row
 # JSON has no such numbers; Python's bare NaN would be refused by other readers
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -43,9 +45,18 @@ def decode(line: bytes) -> Row:
         raise ValueError("nested too deeply") from None
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
         raise ValueError("no kind")
-    if row["kind"] != "header" and not isinstance(row.get("step"), int):
+    step = row.get("step")
+    if row["kind"] != "header" and not (type(step) is int and 0 <= step < MOST_STEPS):
         raise ValueError("no step")
     return _decode(row) if any(word in line for word in _NON_FINITE_ENDS) else row  # to look at all takes longer
+
+
+def number(value: Any) -> float:
+    """The value as float64; NaN where it is no number, or an integer that float64 does not reach."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def lines(path: Path, kinds: Collection[str] | None = None, after: Line | None = None) -> Iterator[Line]:
@@ -84,9 +95,9 @@ def ends_whole(path: Path) -> bool:
 def check_header(path: Path, line: Line | None) -> Row:
     """The header, which is a journal's first line. Raises CheckpointError where it is none, or of a newer schema."""
     if line is None or line.row is None or line.row["kind"] != "header":
-        raise CheckpointError(
-            f"{path}: expected a header in the first line, found none: remove the file, and resuming starts a new one"
-        )
+        is_journal = path.name == FILE_NAME  # of another file nobody shall be told to remove it
+        advice = "remove the file, and resuming starts a new one" if is_journal else "give the folder of a run"
+        raise CheckpointError(f"{path}: expected a header in the first line, found none: {advice}")
     schema = line.row.get("schema", 1)
     if not isinstance(schema, int) or schema > SCHEMA:
         raise CheckpointError(

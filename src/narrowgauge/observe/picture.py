@@ -112,9 +112,9 @@ def ticks(low: float, high: float, is_log: bool = False, wanted: int = 5) -> lis
         found = [10.0**exponent for exponent in range(first, last + 1, step)]
         if len(found) > 1:
             return found
-    if not high > low:
-        return [low]
     rough = (high - low) / wanted
+    if not 1e-300 < rough < math.inf:
+        return [low]
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(size * unit for size in (1, 2, 5, 10) if size * unit >= rough * 0.999)
     count = math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1

@@ -181,7 +181,7 @@ def _guarded(run: RunReader) -> list[Finding]:
 
 
 def _conversion(run: RunReader) -> list[Finding]:
-    rows = [row for row in run.header.get("conversion") or () if isinstance(row, dict)]
+    rows = run.conversion
     found = []
     for status, severity, words in (("skipped", LOOK, "could not be converted"), ("kept", NOTE, "stayed as they were")):
         chosen = [row for row in rows if row.get("status") == status]

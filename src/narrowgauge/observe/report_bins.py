@@ -61,7 +61,8 @@ class Bins:
         self._in_last += 1
         self.samples += 1
         for measure, column in values.items():
-            new = np.asarray(column, np.float32)
+            with np.errstate(over="ignore"):  # infinite, as float32 has it
+                new = np.asarray(column, np.float32)
             for table, choose in ((self._low, np.fmin), (self._high, np.fmax)):
                 held = table[measure][: len(new), at]
                 choose(held, new, out=held)

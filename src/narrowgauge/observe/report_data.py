@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from narrowgauge.observe.journal_rows import number
 from narrowgauge.observe.report_attention import attention, checked, sampling
 from narrowgauge.observe.report_bins import FEWEST, coded, packed, shrunk, shrunk_steps
 from narrowgauge.observe.report_precision import ROLES, Cell
@@ -22,6 +24,7 @@ DIFFERENCE_BINS, LEAST_WINDOW = 200, 5  # windows at most, steps of each at leas
 MOST_EVALUATIONS = 1000
 SERIES_BYTES = 9 << 20  # of the codes of all runs; base64 makes a third more
 LOG_MEASURES = ("saturated", "flushed", "zero", "lost", "amax", "scale")
+_NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _OUTER_PERCENT = 5.0  # the band of a difference goes from this percentile to its mirror
 
 
@@ -102,7 +105,7 @@ def _run_data(run: RunReader, budget: int) -> dict[str, Any]:
             **_texts({key: run.header.get(key) for key in ("device", "threads", "parameters")}),
         },
         "recipe": run.header.get("recipe") if isinstance(run.header.get("recipe"), dict) else {},
-        "conversion": [_conversion(row) for row in run.header.get("conversion") or () if isinstance(row, dict)],
+        "conversion": [_conversion(row) for row in run.conversion],
     }  # fmt: skip
 
 
@@ -265,8 +268,13 @@ def _bytes(run: RunReader) -> dict[str, Any] | None:
     if row is None:
         return None
     roles = row.get("roles")
-    sizes = {str(k): v for k, v in roles.items() if isinstance(v, int | float)} if isinstance(roles, dict) else {}
-    return {key: row.get(key) for key in ("step", "parameters", "activation", "wire")} | {"roles": sizes}
+    sizes = {str(k): v for k, v in roles.items() if _count(v) is not None} if isinstance(roles, dict) else {}
+    counts = {key: _count(row.get(key)) for key in ("step", "parameters", "activation", "wire")}
+    return counts | {"roles": sizes}
+
+
+def _count(value: Any) -> int | float | None:
+    return value if isinstance(value, int | float) and math.isfinite(number(value)) else None
 
 
 def _event(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,11 +299,13 @@ def _thinned(rows: list[Any], most: int = MOST_EVALUATIONS) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, which has neither NaN nor infinity: null."""
+    """For JSON, which has neither NaN nor infinity: null. What UTF-8 or XML has no characters for: U+FFFD."""
+    if isinstance(value, str):
+        return _NO_TEXT.sub("\ufffd", value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value

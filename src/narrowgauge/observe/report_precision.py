@@ -12,6 +12,7 @@ from narrowgauge.observe.report_bins import Bins
 
 ROLES = ("input", "weight", "grad_output", "grad", "exp_avg", "exp_avg_sq", "param", "collective")
 MEASURES = ("sqnr_db", "saturated", "flushed", "zero", "lost", "amax", "scale")
+_LARGEST = 1 << 127  # below the end of float32
 ALL_LAYERS = "all layers (mean)"  # of schema 1, which has means over the layers
 
 
@@ -98,7 +99,7 @@ class PrecisionReader:
                     continue
                 cell, at = Cell(layer, role), -1
                 for measure, value in measures.items():
-                    if type(value) is not float and type(value) is not int:
+                    if type(value) is not float and not (type(value) is int and abs(value) < _LARGEST):
                         continue
                     at = self._at(cell) if at < 0 else at
                     column = columns.get(measure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import yaml
 
 from narrowgauge.observe.journal import Journal
-from narrowgauge.observe.journal_rows import Line, Row, lines
+from narrowgauge.observe.journal_rows import Line, Row, lines, number
 from narrowgauge.observe.loss_band import RobustBand
 from narrowgauge.observe.report_histograms import HistogramReader
 from narrowgauge.observe.report_precision import ALL_LAYERS, Cell, PrecisionReader
@@ -102,6 +101,12 @@ class RunReader:
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
 
+    @property
+    def conversion(self) -> list[Row]:
+        """Of the header: a row for each layer; none where it has no such list."""
+        rows = self.header.get("conversion")
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
     def format_of(self, cell: Cell) -> Row:
         """Of the header's formats: format, granularity, scale, max, min; empty where it is not known."""
         return _mapping(_mapping(_mapping(self.header.get("formats")).get(cell.layer)).get(cell.role))
@@ -137,7 +142,7 @@ class RunReader:
         elif kind == "histograms":
             self.histograms.add(step, row.get("layers"))
         elif kind == "evaluation":
-            self.evaluations.append({key: _number(row.get(key)) for key in ("step", "loss", "perplexity")})
+            self.evaluations.append({key: number(row.get(key)) for key in ("step", "loss", "perplexity")})
         elif kind == "bytes":
             self.bytes = row
         elif kind in EVENTS:
@@ -150,7 +155,7 @@ class RunReader:
         self._steps.append(row["step"])
         self._skipped.append(row.get("skipped") is True)
         for name, column in self._columns.items():
-            column.append(_number(row.get(name)))
+            column.append(number(row.get(name)))
         self._ends.append(self._band.end)
         self._band.add(self._columns["loss"][-1])
         bad = row.get("bad_parameter")
@@ -180,7 +185,3 @@ def _read_config(path: Path) -> Row:
 
 def _mapping(value: Any) -> Row:
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan

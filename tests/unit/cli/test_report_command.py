@@ -25,6 +25,14 @@ def test_the_page_lies_in_the_run_and_the_findings_are_printed(tmp_path, capsys)
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>") and f"wrote {folder}" in shown
 
 
+def test_the_page_never_takes_the_place_of_the_journal(tmp_path, capsys):
+    folder = write_run(tmp_path / "mine")
+    before = (folder / "journal.jsonl").read_bytes()
+    assert main(["report", str(folder), "--output", str(folder / "journal.jsonl")]) == 2
+    assert "found the journal itself" in capsys.readouterr().err
+    assert (folder / "journal.jsonl").read_bytes() == before
+
+
 def test_a_clean_run_says_so_with_how_often_it_was_sampled(tmp_path, capsys):
     assert main(["report", str(write_run(tmp_path / "clean"))]) == 0
     shown = capsys.readouterr().out

@@ -101,8 +101,12 @@ def test_a_folder_that_is_no_run_is_a_wrong_argument(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x00\x01\n", b'{"kind": "step", "step": 1}\n', b'{"kind": "header"'])
 def test_a_file_without_a_header_is_no_journal(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal.jsonl").write_bytes(content)
-    with pytest.raises(CheckpointError, match="header"):
+    with pytest.raises(CheckpointError, match="header.*remove the file"):
         ng.observe.Journal(tmp_path)
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(content)
+    with pytest.raises(CheckpointError, match="header.*give the folder of a run"):  # and keep that file
+        ng.observe.Journal(other)
 
 
 def test_a_large_journal_is_streamed(run: Path) -> None:

@@ -25,6 +25,10 @@ def test_ticks_are_round_and_inside(low, high, is_log, expected):
     assert ticks(low, high, is_log) == pytest.approx(expected)
 
 
+def test_ticks_of_what_no_number_lies_between():
+    assert ticks(0.0, 5e-324) == [0.0] and ticks(-1.7e308, 1.7e308) == [-1.7e308]
+
+
 def test_extents_leave_out_what_cannot_be_drawn():
     nothing = float("nan")
     assert extent([1.0, 3.0, nothing, float("inf")], False) == pytest.approx((0.92, 3.08))

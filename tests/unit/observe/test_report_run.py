@@ -6,6 +6,7 @@ import json
 import math
 import tracemalloc
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +15,7 @@ from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_attention import attention
 from narrowgauge.observe.report_bins import Bins
 from narrowgauge.observe.report_data import report_data
+from narrowgauge.observe.report_figures import figures
 from narrowgauge.observe.report_page import page
 from narrowgauge.observe.report_precision import ALL_LAYERS, Cell
 from narrowgauge.observe.report_run import RunReader
@@ -76,6 +78,42 @@ def test_what_is_no_number_and_no_table_is_passed_over(tmp_path):
     run = RunReader(folder)
     assert math.isnan(run.steps["loss"][-1])
     page(report_data([run]))
+
+
+def test_integers_beyond_every_type_and_headers_of_another_shape_are_no_traceback(tmp_path):
+    folder = write_run(tmp_path / "huge", steps=10, every=5)
+    huge, layers = 10**400, {"blocks.0.mlp.up": {"input": {"amax": 10**400, "scale": 1e300}}}
+    before = RunReader(folder)
+    with (folder / "journal.jsonl").open("a") as file:
+        for row in (
+            {"kind": "step", "step": huge, "loss": 1.0}, {"kind": "step", "step": -1, "loss": 1.0},
+            {"kind": "step", "step": True, "loss": 1.0}, {"kind": "step", "step": 11, "loss": huge},
+            {"kind": "evaluation", "step": 11, "loss": huge}, {"kind": "precision", "step": 11, "layers": layers},
+            {"kind": "bytes", "step": 11, "roles": {"param": huge}, "parameters": "many", "activation": [1]},
+        ):  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    run = RunReader(folder)
+    assert run.damaged == 3 and len(run.steps["step"]) == 11 and math.isnan(run.steps["loss"][-1])
+    assert math.isnan(run.journal.steps["loss"][-1])
+    assert run.precision.samples == before.precision.samples + 1
+    data = report_data([run])
+    assert data["runs"][0]["bytes"] == {"step": 11, "parameters": None, "activation": None, "wire": None, "roles": {}}
+    figures(data)
+    (tmp_path / "journal.jsonl").write_bytes(encode(header([]) | {"conversion": 3, "formats": [1]}))
+    page(report_data([RunReader(tmp_path)]))
+
+
+def test_names_that_no_file_can_hold_are_written_with_a_sign_in_their_place(tmp_path):
+    folder = write_run(tmp_path / "names", steps=10, every=5)
+    layers = {"a\ud800\x00b": {"input": {"amax": 1.0, "saturated": 0.5}}}
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "precision", "step": 11, "layers": layers}) + "\n")
+    data = report_data([RunReader(folder)])
+    assert "a\ufffd\ufffdb" in data["runs"][0]["precision"]["layers"]
+    assert any(each["layer"] == "a\ufffd\ufffdb" for each in data["attention"])
+    page(data).encode()
+    for picture in figures(data).values():
+        ElementTree.fromstring(picture)
 
 
 def test_schema_1_gives_what_there_is_and_says_what_is_missing(tmp_path):
