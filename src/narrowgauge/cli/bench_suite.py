@@ -55,7 +55,10 @@ SUITE = (
         "reduction", "reduction", "what sums of gradients cost and lose by each way of adding them in 8 bits",
         quick=("--parts", "cost", "--repeats", "1"), limit_s=2 * HOUR,
     ),
-    Benchmark("communication", "communication", "bytes that gradients take on the wire", quick=("--preset", "tiny", "--no-memory")),
+    Benchmark(
+        "communication", "communication", "bytes that gradients take on the wire",
+        quick=("--preset", "tiny", "--no-memory"),
+    ),
     Benchmark(
         "communication_fsdp", "communication_fsdp", "bytes of a step of sharded parameters", quick=("--steps", "1")
     ),
