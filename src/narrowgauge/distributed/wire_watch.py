@@ -39,13 +39,17 @@ _watch: WireWatch | None = None
 
 @contextmanager
 def watching(has_bins: bool = False) -> Iterator[WireWatch]:
-    """Look at all that this process encodes inside."""
+    """Look at all that this process encodes inside; one inside another looks for both."""
     global _watch
-    before, _watch = _watch, WireWatch(has_bins)
+    before = _watch
+    _watch = inside = WireWatch(has_bins or (before is not None and before.has_bins))
     try:
-        yield _watch
+        yield inside
     finally:
         _watch = before
+        if before is not None:
+            for place, tally in inside.tallies.items():
+                before.tallies.setdefault(place, Tally(before.has_bins)).take(tally)
 
 
 def looks() -> bool:

@@ -50,15 +50,24 @@ class Statistics:
 
 @contextmanager
 def collect(model: nn.Module, has_bins: bool = False) -> Iterator[Statistics]:
-    """Count what the casts of quantized layers do during the forward and backward inside."""
+    """Count what the casts of quantized layers do during the forward and backward inside.
+
+    One inside another counts for both.
+    """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.quantized}
-    counters = {name: LayerCounter(has_bins) for name in layers}
     before = {name: layer.counter for name, layer in layers.items()}
+    counters = {
+        name: LayerCounter(has_bins or (outer is not None and outer.has_bins)) for name, outer in before.items()
+    }
     try:
         for name, layer in layers.items():
             layer.counter = counters[name]
         yield Statistics(counters)
     finally:
         for name, layer in layers.items():
+            outer = before[name]
+            if outer is not None:
+                for role, tally in counters[name].tallies.items():
+                    outer.add(role, tally)
             if isinstance(layer, RecipeLayer):  # a precision schedule may have made it torch's own again
                 layer.counter = before[name]

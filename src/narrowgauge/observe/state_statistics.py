@@ -60,18 +60,20 @@ def _cast_and_kept(cast: Figures, kept: Figures | None) -> Figures:
 
 @contextmanager
 def watched(model: nn.Module, optimizer: Optimizer | None, has_bins: bool = False) -> Iterator[StateStatistics]:
-    """Look at the casts of gradients, and at the optimizer's step, inside.
+    """Look at the casts of gradients, and at the optimizer's step, inside; one inside another looks for both.
 
     Of torch's own optimizers, whose state is float32, the gradients are looked at that they read.
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    updates, casts = UpdateWatch(has_bins), {name: Tally(has_bins) for name in names.values()}
-    owners = [(owner, casts[name]) for p, name in names.items() if (owner := KeptGradient.of(p)) is not None]
+    owners = [(owner, name, owner.tally) for p, name in names.items() if (owner := KeptGradient.of(p)) is not None]
+    casts = {name: Tally(has_bins or (outer is not None and outer.has_bins)) for _, name, outer in owners}
     inner = current(getattr(optimizer, "optimizer", optimizer)) if optimizer is not None else None
+    before = inner.watch if isinstance(inner, LowPrecisionOptimizer) else None
+    updates = UpdateWatch(has_bins or (before is not None and before.has_bins))
     handle: Any = None
     try:
-        for owner, tally in owners:
-            owner.tally = tally
+        for owner, name, _ in owners:
+            owner.tally = casts[name]
         if isinstance(inner, LowPrecisionOptimizer):
             inner.watch = updates
         elif inner is not None:
@@ -79,12 +81,16 @@ def watched(model: nn.Module, optimizer: Optimizer | None, has_bins: bool = Fals
         with _wire(has_bins) as sent:
             yield StateStatistics(names, updates, casts, sent)
     finally:
-        for owner, _ in owners:
-            owner.tally = None
+        for owner, name, outer in owners:
+            owner.tally = outer
+            if outer is not None:
+                outer.take(casts[name])
         if handle is not None:
             handle.remove()
         if isinstance(inner, LowPrecisionOptimizer):
-            inner.watch = None
+            inner.watch = before
+            if before is not None:
+                before.take(updates)
 
 
 @contextmanager

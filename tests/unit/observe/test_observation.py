@@ -207,3 +207,25 @@ def test_formats_of_the_header_have_the_ranges_of_their_formats() -> None:
     assert found["grad_output"]["format"] == "E5M2" and found["grad_output"]["min"] == 2.0**-16
     assert set(found) == {"input", "weight", "grad_output", "param", "grad", "exp_avg", "exp_avg_sq"}
     assert set(formats(*prepared("fp32"))["up"]) == {"param", "grad"}
+
+
+@pytest.mark.parametrize("recipe", ["narrow8", "fp8_delayed", "fp8_lm_o2"])
+def test_one_observation_inside_another_takes_nothing_from_it(recipe: str) -> None:
+    """A guard and an observation of one's own are both due at some steps."""
+    alone = prepared(recipe)
+    wanted = ng.observe.Observation(*alone, every=1, histograms_every=1)
+    with wanted.step(1):
+        step(*alone, 1)
+    model, optimizer = prepared(recipe)
+    outer = ng.observe.Observation(model, optimizer, every=1, histograms_every=1)
+    inner = ng.observe.Observation(model, optimizer, every=1, histograms_every=0)
+    with outer.step(1):
+        with inner.step(1):
+            step(model, optimizer, 1)
+    expected, seen = wanted.read(), inner.read()
+    assert expected is not None and outer.read() == expected
+    assert seen is not None and seen.layers == expected.layers and seen.histograms is None
+    with outer.step(2), inner.step(2):
+        pass
+    assert outer.read() == ({}, {})  # and nothing looks any more
+    assert stored(model, optimizer) and all(map(torch.equal, stored(*alone), stored(model, optimizer)))
