@@ -137,6 +137,8 @@ def _output(output: str, picture: str | None, force: bool) -> Path:
 
     if not is_file_name(output):
         raise ConfigError(f"--output {output}: expected a name that ends in {', '.join(SUFFIXES)}: change it")
+    if picture and Path(picture).suffix != ".svg":
+        raise ConfigError(f"--picture {picture}: expected a name that ends in .svg: change it")
     for name in filter(None, (output, picture)):
         path = Path(name)
         if path.exists() and not force:

@@ -34,6 +34,7 @@ def test_words_are_divided_between_tune_and_train() -> None:
         (["--model.layers", "0"], "layers=0: expected a whole number, at least 1"),
         (["--output", "tuned.txt"], "ends in .yaml, .yml, .json"),
         (["--output", "nowhere/tuned.yaml"], "expected a folder to write into, found none"),
+        (["--picture", "tuned.png"], "--picture tuned.png: expected a name that ends in .svg"),
         (["--picture", "nowhere/tuned.svg"], "expected a folder to write into, found none"),
         (["--name", "mine"], "--name: an option of train that tune has no use for"),
         (["nothing"], "nothing: expected a run folder"),
