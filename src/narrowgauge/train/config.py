@@ -24,6 +24,7 @@ from narrowgauge.recipes.serialize import from_dict, to_dict
 from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES, Recipe
 from narrowgauge.train.parse import build, read_yaml
 from narrowgauge.train.sections import (
+    MODES,
     DataConfig,
     DivergenceConfig,
     GuardConfig,
@@ -285,7 +286,6 @@ def spelled(name: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 CUSTOM = "custom"
 HOST = "cpu"
-MODES = ("off", "warn", "act")
 GUARDED = (*OPERAND_ROLES, *MOMENT_ROLES)
 _DEVICES = ("auto", "cpu", "cuda")
 _AT_LEAST_ONE = (

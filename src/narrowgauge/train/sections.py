@@ -230,6 +230,9 @@ class LimitsConfig:
     sqnr_drop_db: float = 12.0
 
 
+MODES = ("off", "warn", "act")  # of the guard
+
+
 @dataclass
 class GuardConfig:
     """When precision is taken to be in trouble, and what is done then. See docs/guard.md.

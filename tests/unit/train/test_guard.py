@@ -282,3 +282,8 @@ def test_without_a_state_to_go_back_to_it_says_so() -> None:
     run = Run("bf16", ACT, spike).go_to(30)
     assert [(d.step, d.action) for d in run.decisions] == [(22, "warn")]
     assert "no state before it" in run.decisions[0].message
+
+
+def test_a_mode_that_is_none_is_refused() -> None:  # it would watch, and never act
+    with pytest.raises(ng.errors.ConfigError, match="guard.mode='Act': expected off, warn, act"):
+        Run("bf16", GuardConfig(mode="Act"))
