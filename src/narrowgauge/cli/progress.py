@@ -41,7 +41,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.log_every = max(1, log_every)
         self._live: LiveView | None = None
         self._task: TaskID | None = None
-        self._step_s: float | None = None
+        self._step_s = 0.0
+        self._steps_timed = 0
         self._trouble = ""
 
     def __exit__(
@@ -98,13 +99,15 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._trouble = trouble(event.statistics)
         if self._live is not None and event.precision is not None:
             self._live.show(event.step, event.precision, event.bytes_by_role or {})
-        self._advance(event.step, event.steps, _facts(event, self._left_s(event), self._trouble))
+        left_s = self._left_s(event)
+        speed = event.tokens_per_s * event.seconds / self._step_s
+        self._advance(event.step, event.steps, _facts(event, speed, left_s, self._trouble))
 
     def _left_s(self, event: events.StepDone | Stepped) -> float:
-        """Seconds to the last step, by the smoothed time of a step."""
-        if self._step_s is None:
-            self._step_s = event.seconds
-        self._step_s += SMOOTHING * (event.seconds - self._step_s)
+        """Seconds to the last step, by the smoothed time of a step: one that is sampled or disturbed says little."""
+        self._steps_timed += 1
+        is_new = self._steps_timed <= 2  # the first step of a process compiles kernels, and is forgotten
+        self._step_s += (1.0 if is_new else SMOOTHING) * (event.seconds - self._step_s)
         return self._step_s * (event.steps - event.step)
 
     def _advance(self, step: int, steps: int, facts: str) -> None:
@@ -228,9 +231,9 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _facts(event: events.StepDone, left_s: float, trouble_text: str) -> str:
+def _facts(event: events.StepDone, speed: float, left_s: float, trouble_text: str) -> str:
     # what matters most comes first: a narrow terminal cuts the end off
-    facts = [f"loss {event.loss:.4f}", f"{event.tokens_per_s:,.0f} tokens/s", f"{duration(left_s)} left"]
+    facts = [f"loss {event.loss:.4f}", f"{speed:,.0f} tokens/s", f"{duration(left_s)} left"]
     if event.loss_scale != 1.0:
         facts.append(f"loss scale {event.loss_scale:g}")
     if event.skipped:

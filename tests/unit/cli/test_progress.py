@@ -78,6 +78,15 @@ def test_a_line_has_loss_speed_and_time_left():
     assert "loss scale" not in shown  # 1: there is none
 
 
+def test_speed_and_time_left_forget_the_first_step_and_pass_over_a_slow_one():
+    slow = {"seconds": 40.0, "tokens_per_s": 102.4}  # of the same 4,096 tokens
+    steps = [a_step(1, **slow), *(a_step(step) for step in range(2, 10)), a_step(10, **slow)]
+    first, *_, last = (line for line in rendered(*steps).splitlines() if line.startswith("step "))
+    assert "102 tokens/s" in first and "19 min 20 s left" in first
+    # a tenth of the way from 2 s to 40 s
+    assert f"{4096 / 5.8:,.0f} tokens/s" in last and "1 min 56 s left" in last
+
+
 def test_loss_scale_and_trouble_are_shown_where_there_are_any():
     statistics = {"input": {"saturated": 0.001, "flushed": 0.0}, "grad_output": {"saturated": 0.0, "flushed": 0.25}}
     shown = rendered(a_step(10, loss_scale=65536.0, statistics=statistics))
