@@ -246,7 +246,8 @@ def cast_by(
         kept = _stored_codes(x, spec, x.spec if stored is None else stored, count)
         if kept is not None:
             return kept
-        if count or amax is not None or not spec.is_scaled:
+        # compiled code cannot ask a tensor for its spec
+        if count or amax is not None or not spec.is_scaled or torch.compiler.is_compiling():
             x = x.dequantize()
     if not spec.is_scaled and not spec.format.is_narrow and not spec.is_stochastic:
         return _cast_wide(x, spec, count)
