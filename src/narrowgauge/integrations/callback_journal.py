@@ -104,8 +104,6 @@ def header_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return {
         **header(model, inner, None if recipe is None else to_dict(recipe)),
         "versions": _versions(),
-        "device": str(next((p.device for p in model.parameters()), "cpu")),
-        "parameters": sum(p.numel() for p in model.parameters()),
     }
 
 

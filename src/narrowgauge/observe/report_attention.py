@@ -195,16 +195,30 @@ def _conversion(run: RunReader) -> list[Finding]:
             found.append(Finding(severity, "conversion", title, "; ".join(reasons) + ".", remedy))
     emulated = [str(row.get("name")) for row in rows if "emulated" in str(row.get("backend"))]
     if emulated:
-        is_cpu = str(run.header.get("device", "")).startswith("cpu")
+        device = str(run.header.get("device") or "")
+        is_gpu = device.startswith("cuda")
+        why = "." if not device else ": a CPU has no narrow arithmetic."
         text = (
             f"{len(emulated):,} layers ({_some(emulated)}) compute the recipe's numbers by emulation"
-            + (": a CPU has no narrow arithmetic. The numbers are right; the speed is not a GPU's." if is_cpu
-               else " although this run is on a GPU: they are slower than in bf16.")
+            + (" although this run is on a GPU: they are slower than in bf16." if is_gpu
+               else f"{why} The numbers are right; the speed is not that of native narrow arithmetic.")
+            + _of_converted(rows, len(emulated))
         )  # fmt: skip
-        remedy = "Nothing to do." if is_cpu else "`narrowgauge doctor` says what this GPU does natively, and why not."
+        remedy = "`narrowgauge doctor` says what this GPU does natively, and why not." if is_gpu else "Nothing to do."
         title = f"{len(emulated):,} layers are emulated"
-        found.append(Finding(NOTE if is_cpu else LOOK, "conversion", title, text, remedy))
+        found.append(Finding(LOOK if is_gpu else NOTE, "conversion", title, text, remedy))
     return found
+
+
+def _of_converted(rows: Sequence[dict[str, Any]], emulated: int) -> str:
+    """Which of the converted layers the emulated ones are."""
+    converted = [row for row in rows if row.get("status") == "converted"]
+    others = len(converted) - emulated
+    if others <= 0:
+        return ""
+    idle = sum(not row.get("casts") for row in converted)
+    what = "cast nothing in a product (norms, embeddings)" if idle == others else "need no emulation"
+    return f" The other {others:,} of {len(converted):,} converted layers {what}."
 
 
 def _reason(row: dict[str, Any]) -> str:

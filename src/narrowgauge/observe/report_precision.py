@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from narrowgauge.observe.report_bins import Bins
+from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES
 
 ROLES = ("input", "weight", "grad_output", "grad", "exp_avg", "exp_avg_sq", "param", "collective")
 MEASURES = ("sqnr_db", "saturated", "flushed", "zero", "lost", "amax", "scale")
+OPERANDS = frozenset(OPERAND_ROLES)
+STATE = frozenset({*MOMENT_ROLES, "param"})  # looked at together, and not in every sample
 _LARGEST = 1 << 127  # below the end of float32
 ALL_LAYERS = "all layers (mean)"  # of schema 1, which has means over the layers
 
@@ -28,7 +31,7 @@ class Tally:
 
     first, worst, last: values, NaN where there was no sample. Of each limit, (limits, cells): beyond, samples at or
     beyond it; since and until, the first and the last such step; streak, the first of the latest such samples in a row;
-    calm, samples since. Steps are -1 where there is none.
+    calm, samples since, those in which the cell was not cast any more among them. Steps are -1 where there is none.
     """
 
     def __init__(self, limits_of: Callable[[Cell], tuple[float, ...]], limits: int, worst_is_low: bool = False) -> None:
@@ -40,8 +43,8 @@ class Tally:
         empty = np.zeros((limits, 0), np.int64)
         self.since, self.until, self.streak, self.beyond, self.calm = (empty.copy() for _ in range(5))
 
-    def add(self, step: int, values: np.ndarray, cells: Sequence[Cell]) -> None:
-        """Take in a sample, (cells,), NaN where there is none."""
+    def add(self, step: int, values: np.ndarray, cells: Sequence[Cell], is_calm: np.ndarray) -> None:
+        """Take in a sample, (cells,), NaN where there is none. is_calm: the cell was looked at, and is not cast."""
         self._grow(cells)
         known = ~np.isnan(values)
         sign = -1.0 if self.worst_is_low else 1.0
@@ -59,7 +62,7 @@ class Tally:
             self.streak[at] = np.where(begins, step, self.streak[at])
             self.until[at] = np.where(is_beyond, step, self.until[at])
             self.beyond[at] += is_beyond
-            self.calm[at] = np.where(is_beyond, 0, self.calm[at] + known)
+            self.calm[at] = np.where(is_beyond, 0, self.calm[at] + (known | is_calm))
 
     def _grow(self, cells: Sequence[Cell]) -> None:
         more = len(cells) - len(self.first)
@@ -82,22 +85,25 @@ class PrecisionReader:
         self.cells: list[Cell] = []
         self.bins = Bins()
         self.tallies = dict(tallies)
-        self.steps_sampled: list[int] = []  # the first and the last two: how often was sampled
+        self.steps_sampled: list[int] = []  # the first and the last two with measures: how often was sampled
+        self.empty = 0  # rows in which nothing was cast
         self._index: dict[Cell, int] = {}
 
     @property
     def samples(self) -> int:
-        """Rows taken in."""
-        return self.bins.samples
+        """Rows in which something was measured."""
+        return self.bins.samples - self.empty
 
     def add(self, step: int, layers: Any) -> None:
         """Take in {layer: {role: {measure: number}}}; what is no number is passed over."""
         columns: dict[str, list[float]] = {}
+        seen: set[Cell] = set()
         for layer, roles in layers.items() if isinstance(layers, dict) else ():
             for role, measures in roles.items() if isinstance(roles, dict) else ():
                 if not isinstance(measures, dict):
                     continue
                 cell, at = Cell(layer, role), -1
+                seen.add(cell)
                 for measure, value in measures.items():
                     if type(value) is not float and not (type(value) is int and abs(value) < _LARGEST):
                         continue
@@ -111,10 +117,15 @@ class PrecisionReader:
         for column in columns.values():
             column.extend([math.nan] * (len(self.cells) - len(column)))
         self.bins.add(step, columns)
-        self.steps_sampled = [*self.steps_sampled[:1], *self.steps_sampled[-1:], step][-3:]
+        if columns:
+            self.steps_sampled = [*self.steps_sampled[:1], *self.steps_sampled[-1:], step][-3:]
+        else:
+            self.empty += 1
+        roles_seen = OPERANDS | (STATE if any(cell.role in STATE for cell in seen) else frozenset())
+        is_calm = np.array([cell.role in roles_seen and cell not in seen for cell in self.cells], bool)
+        nothing = np.full(len(self.cells), math.nan)
         for measure, tally in self.tallies.items():
-            if measure in columns:
-                tally.add(step, np.array(columns[measure]), self.cells)
+            tally.add(step, np.array(columns[measure]) if measure in columns else nothing, self.cells, is_calm)
 
     def summary(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
         """{layer: {role: {measure: {"first", "worst", "worst_step", "last"}}}} of the measures that rules look at."""

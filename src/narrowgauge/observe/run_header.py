@@ -27,11 +27,14 @@ _DESCRIBED = (*HALF, torch.float32)
 
 
 def header(model: nn.Module, optimizer: Optimizer | None, recipe: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """The fields of a journal's first row that follow from a prepared model: environment, conversion, formats, recipe.
+    """The fields of a journal's first row that follow from a prepared model: where it runs, recipe, layers, formats.
 
     recipe: as `recipes.serialize.to_dict` writes it, or its name.
     """
     return {
+        "device": str(_device_of(model) or "cpu"),
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "environment": environment(model),
         "recipe": recipe,
         "conversion": conversion(model),
@@ -41,7 +44,7 @@ def header(model: nn.Module, optimizer: Optimizer | None, recipe: Mapping[str, A
 
 def environment(model: nn.Module | None = None) -> dict[str, str]:
     """What a run's numbers and speed depend on, without anything private: no name of a user or host, and no path."""
-    device = next((p.device for p in model.parameters()), None) if model is not None else None
+    device = None if model is None else _device_of(model)
     found = {
         "python": platform.python_version(),
         "numpy": numpy.__version__,
@@ -56,6 +59,11 @@ def environment(model: nn.Module | None = None) -> dict[str, str]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         found["processes"] = str(torch.distributed.get_world_size())
     return found
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Of the first parameter; None: it has none."""
+    return next((p.device for p in model.parameters()), None)
 
 
 def conversion(model: nn.Module) -> list[dict[str, Any]]:

@@ -123,7 +123,6 @@ def _header(parts: Parts) -> dict[str, Any]:
         **header(parts.model, parts.optimizer, to_dict(parts.recipe)),
         "versions": _versions(),
         "device": str(parts.device),
-        "threads": torch.get_num_threads(),
         "parameters": parts.parameters,
     }
 

@@ -226,6 +226,56 @@ def test_layers_that_could_not_be_converted_and_emulation_on_a_gpu(tmp_path):
     assert [each.severity for each in attention(run)] == ["note"]
 
 
+def test_a_journal_that_names_no_device_is_not_taken_for_a_gpus(tmp_path):
+    rows = [{"name": "up", "status": "converted", "reason": "", "backend": "emulated"}]
+    (found,) = attention(RunReader(write_run(tmp_path / "own", conversion=rows, device="")))
+    assert found.severity == "note" and "GPU" not in found.text and "CPU" not in found.text
+
+
+def test_converted_layers_that_are_not_emulated_are_counted(tmp_path):
+    rows = [{"name": "up", "status": "converted", "backend": "emulated", "casts": {"input": "E4M3FN"}},
+            {"name": "norm", "status": "converted", "backend": "torch", "casts": {}}]  # fmt: skip
+    (found,) = attention(RunReader(write_run(tmp_path / "cpu", conversion=rows)))
+    assert found.title == "1 layers are emulated"
+    assert found.text.endswith(" The other 1 of 2 converted layers cast nothing in a product (norms, embeddings).")
+
+
+@pytest.mark.parametrize(("since", "severity"), [(190, "serious"), (171, "look")])
+@pytest.mark.parametrize("what", ["all layers", "one role"])
+def test_what_is_cast_no_more_has_stopped(tmp_path, since, severity, what):
+    """The guard took all products, or one role, into a wider format: samples without it are calm ones."""
+
+    def change(step, row):
+        if row["kind"] == "precision":
+            row["layers"]["blocks.0.mlp.up"]["input"].update(saturated=0.5, sqnr_db=10.0)
+            if step > since and what == "all layers":
+                return {**row, "layers": {}}
+            if step > since:
+                del row["layers"]["blocks.0.mlp.up"]["input"]
+        return row
+
+    found = found_in(tmp_path / "run", change=change)
+    assert {each.severity for each in found if each.rule == "saturation"} == {severity}
+    said = next(each.text for each in found if each.rule == "saturation")
+    assert ("last at step 190" if since == 190 else "not since step 170") in said
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_a_moment_that_is_narrow_no_more_has_stopped_unless_states_were_not_looked_at(tmp_path, is_looked_at):
+    """At the guard's own looks nothing is known of parameters and moments."""
+
+    def change(step, row):
+        if row["kind"] == "precision":
+            row["layers"]["blocks.0.mlp.up"]["exp_avg_sq"].update(flushed=0.5, sqnr_db=10.0)
+            for roles in row["layers"].values() if step > 150 else ():
+                for role in ("exp_avg_sq",) if is_looked_at else ("param", "exp_avg", "exp_avg_sq"):
+                    del roles[role]
+        return row
+
+    found = found_in(tmp_path / "run", change=change)
+    assert {each.severity for each in found if each.rule == "flushed"} == {"look" if is_looked_at else "serious"}
+
+
 def test_what_the_guard_did(tmp_path):
     folder = write_run(tmp_path / "guarded")
     row = {"kind": "guard", "step": 60, "action": "promote", "layer": "up", "role": "input", "measure": "saturated",

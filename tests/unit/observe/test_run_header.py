@@ -1,0 +1,16 @@
+"""The first row of the journal of a loop of one's own."""
+
+from __future__ import annotations
+
+import torch
+
+import narrowgauge as ng
+
+
+def test_a_header_says_where_a_run_runs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
+    model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "narrow8")
+    header = ng.observe.header(model, optimizer, recipe="narrow8")
+    assert header["device"] == "cpu" and header["threads"] == torch.get_num_threads()
+    assert header["parameters"] == 2 * 64 * 128 + 128 + 64
+    assert ng.observe.header(torch.nn.ReLU(), None, None)["device"] == "cpu"
