@@ -7,7 +7,6 @@ value and is the truth on resume.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from narrowgauge.optim.replace import needs_own
 from narrowgauge.recipes.files import is_file_name
 from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.serialize import from_dict, to_dict
-from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES, Recipe
+from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.parse import build, read_yaml
+from narrowgauge.train.require import is_finite, require
 from narrowgauge.train.sections import (
-    MODES,
     DataConfig,
     DivergenceConfig,
     GuardConfig,
@@ -130,34 +129,32 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ConfigError or RecipeError for the first value that is out of range or does not fit the others."""
         for key in _AT_LEAST_ONE:
-            _require(_value(self, key) >= 1, key, _value(self, key), "at least 1")
+            require(_value(self, key) >= 1, key, _value(self, key), "at least 1")
         for key in _NOT_NEGATIVE:
-            _require(_is_finite(_value(self, key)) and _value(self, key) >= 0, key, _value(self, key), "0 or more")
+            require(is_finite(_value(self, key)) and _value(self, key) >= 0, key, _value(self, key), "0 or more")
         for key in (
             "optimizer.lr",
             "optimizer.eps",
             "divergence.spreads",
             "divergence.floor",
-            "guard.spike_spreads",
-            "guard.spike_floor",
             "parallel.timeout_s",
         ):
-            _require(_is_finite(_value(self, key)) and _value(self, key) > 0, key, _value(self, key), "more than 0")
-        _require(self.seed < 2**63, "seed", self.seed, "less than 2^63")
+            require(is_finite(_value(self, key)) and _value(self, key) > 0, key, _value(self, key), "more than 0")
+        require(self.seed < 2**63, "seed", self.seed, "less than 2^63")
         for key in ("optimizer.beta1", "optimizer.beta2"):
-            _require(0 <= _value(self, key) < 1, key, _value(self, key), "at least 0 and less than 1")
-        _require(
+            require(0 <= _value(self, key) < 1, key, _value(self, key), "at least 0 and less than 1")
+        require(
             0 <= self.schedule.final_fraction <= 1, "schedule.final_fraction", self.schedule.final_fraction, "0 to 1"
         )
-        _require(
+        require(
             self.name is None or _is_folder_name(self.name), "name", self.name, "one folder's name, without slashes"
         )
         self.torch_device()
         for at, switch in enumerate(self.switches):
             key = f"switches.{at}.after_step"
             expected = f"a step between the first and the last, 1 to {self.steps - 1}"
-            _require(1 <= switch.after_step < self.steps, key, switch.after_step, expected)
-        self._check_guard()
+            require(1 <= switch.after_step < self.steps, key, switch.after_step, expected)
+        self.guard.check()
         self._check_optimizer(self.build_recipe())
         self._check_parallel()
         self.data.build()
@@ -168,21 +165,10 @@ class TrainConfig:
                 "shorten the sequence, or raise model.context"
             )
 
-    def _check_guard(self) -> None:
-        """Raise ConfigError for an unknown mode, and for limits that are no shares or decibels."""
-        _require(self.guard.mode in MODES, "guard.mode", self.guard.mode, ", ".join(MODES))
-        for role in GUARDED:
-            limits = getattr(self.guard, role)
-            for name in ("saturated", "flushed"):
-                share = getattr(limits, name)
-                _require(0 <= share <= 1, f"guard.{role}.{name}", share, "a share, 0 to 1")
-            drop_db = limits.sqnr_drop_db
-            _require(drop_db > 0, f"guard.{role}.sqnr_drop_db", drop_db, "decibels, more than 0")
-
     def _check_optimizer(self, recipe: Recipe) -> None:
         """Raise ConfigError where the optimizer's options do not fit the recipe or the others."""
         offload = self.optimizer.offload
-        _require(offload in (None, HOST), "optimizer.offload", offload, f"{HOST} or null")
+        require(offload in (None, HOST), "optimizer.offload", offload, f"{HOST} or null")
         if not self.optimizer.release_gradients:
             return
         key = "optimizer.release_gradients"
@@ -286,17 +272,15 @@ def spelled(name: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 CUSTOM = "custom"
 HOST = "cpu"
-GUARDED = (*OPERAND_ROLES, *MOMENT_ROLES)
 _DEVICES = ("auto", "cpu", "cuda")
 _AT_LEAST_ONE = (
     "batch_size", "accumulation", "steps", "eval_batches", "keep_last", "log_every", "max_skips",
-    "divergence.window", "divergence.patience", "guard.every", "guard.confirm", "guard.calm", "guard.nonfinite",
-    "guard.spike_window", "guard.spike_patience", "parallel.data", "parallel.shard", "parallel.tensor",
+    "divergence.window", "divergence.patience", "parallel.data", "parallel.shard", "parallel.tensor",
     "parallel.pipeline",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "sequence_length", "clip", "eval_every", "save_every", "statistics_every", "histograms_every", "seed", "threads",
-    "sample_tokens", "optimizer.weight_decay", "schedule.warmup_steps", "guard.rollbacks", "guard.leave_out",
+    "sample_tokens", "optimizer.weight_decay", "schedule.warmup_steps",
 )  # fmt: skip
 
 
@@ -304,15 +288,6 @@ def _value(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
     return config
-
-
-def _require(holds: bool, key: str, value: Any, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key}={value!r}: expected {expected}: change {key}")
-
-
-def _is_finite(value: float) -> bool:
-    return isinstance(value, int) or math.isfinite(value)  # isfinite refuses integers beyond a float
 
 
 def _is_folder_name(name: str) -> bool:

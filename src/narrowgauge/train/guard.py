@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.errors import ConfigError
 from narrowgauge.layers.convert import device_of
 from narrowgauge.numerics.companding import LINEAR
 from narrowgauge.observe.observation import Observation
@@ -36,7 +35,7 @@ from narrowgauge.train.guard_limits import CALM_SHARE, Finding, Verdict, judge
 from narrowgauge.train.guard_losses import Losses, Trouble
 from narrowgauge.train.guard_samples import WOULD_FLUSH, Key, Layers, samples_of, worst_over_ranks
 from narrowgauge.train.guard_standing import Move, Standing
-from narrowgauge.train.sections import MODES, GuardConfig
+from narrowgauge.train.sections import GuardConfig
 
 GoBack = Callable[[int], int | None]
 
@@ -60,8 +59,7 @@ class Guard:
         go_back: GoBack | None = None,
     ) -> None:
         self.config = GuardConfig(mode="act") if config is None else config
-        if self.config.mode not in MODES:  # an unknown one would watch, and never act
-            raise ConfigError(f"guard.mode={self.config.mode!r}: expected {', '.join(MODES)}: change guard.mode")
+        self.config.check()
         self._model = model
         self._moments = Moments(current(optimizer))
         self._recipe = library.recipe(recipe).resolve(device_of(model))

@@ -10,6 +10,8 @@ from narrowgauge.data import prepare
 from narrowgauge.data.corpus import DEFAULT_CORPUS
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.presets import DEFAULT_PRESET, preset
+from narrowgauge.recipes.roles import MOMENT_ROLES, OPERAND_ROLES
+from narrowgauge.train.require import is_finite, require
 
 
 @dataclass
@@ -231,6 +233,7 @@ class LimitsConfig:
 
 
 MODES = ("off", "warn", "act")  # of the guard
+GUARDED = (*OPERAND_ROLES, *MOMENT_ROLES)
 
 
 @dataclass
@@ -273,3 +276,21 @@ class GuardConfig:
     spike_patience: int = 3
     rollbacks: int = 3
     leave_out: int = 100
+
+    def check(self) -> None:
+        """Raise ConfigError for an unknown mode, numbers out of range, and limits that are no shares or decibels."""
+        require(self.mode in MODES, "guard.mode", self.mode, ", ".join(MODES))
+        for name in ("every", "confirm", "calm", "nonfinite", "spike_window", "spike_patience"):
+            require(getattr(self, name) >= 1, f"guard.{name}", getattr(self, name), "at least 1")
+        for name in ("rollbacks", "leave_out"):
+            require(getattr(self, name) >= 0, f"guard.{name}", getattr(self, name), "0 or more")
+        for name in ("spike_spreads", "spike_floor"):
+            value = getattr(self, name)
+            require(is_finite(value) and value > 0, f"guard.{name}", value, "more than 0")
+        for role in GUARDED:
+            limits: LimitsConfig = getattr(self, role)
+            for name in ("saturated", "flushed"):
+                share = getattr(limits, name)
+                require(0 <= share <= 1, f"guard.{role}.{name}", share, "a share, 0 to 1")
+            drop_db = limits.sqnr_drop_db
+            require(drop_db > 0, f"guard.{role}.sqnr_drop_db", drop_db, "decibels, more than 0")

@@ -287,3 +287,5 @@ def test_without_a_state_to_go_back_to_it_says_so() -> None:
 def test_a_mode_that_is_none_is_refused() -> None:  # it would watch, and never act
     with pytest.raises(ng.errors.ConfigError, match="guard.mode='Act': expected off, warn, act"):
         Run("bf16", GuardConfig(mode="Act"))
+    with pytest.raises(ng.errors.ConfigError, match="guard.every=0: expected at least 1"):
+        Run("bf16", GuardConfig(mode="act", every=0))
