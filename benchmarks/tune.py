@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
     arguments = parser.parse_args()
     config = TrainConfig.from_dict(SMALL if arguments.small else {})
-    options = Options(steps=2, batches=2, batch_size=1) if arguments.small else Options()
+    options = Options(steps=2, batches=2, probe_batch_size=1) if arguments.small else Options()
     base_steps, steps = (4, 2) if arguments.small else (arguments.base_steps, arguments.steps)
     dataset = prepare_data(config.data.build(), config.cache_dir)
 

@@ -125,7 +125,7 @@ def _options(arguments: Namespace) -> Options:
         "choices": None if arguments.choices is None else tuple(arguments.choices), "batches": arguments.batches,
         "bytes_per_token": arguments.bytes_per_token, "bytes_share": arguments.bytes_share,
         "time_share": arguments.time_share, "wide_layers": arguments.wide_layers, "steps": arguments.steps,
-        "batch_size": arguments.probe_batch_size, "seeds": arguments.seeds, "name": arguments.recipe_name,
+        "probe_batch_size": arguments.probe_batch_size, "seeds": arguments.seeds, "name": arguments.recipe_name,
         "hand_rule": arguments.hand_rule,
     }  # fmt: skip
     return Options(**{key: value for key, value in given.items() if value is not None})

@@ -21,7 +21,7 @@ class Options:
     layers keep for backward, a token; bytes_share, time_share: most bytes, and most time of the layers' products at
     tensor cores' peak rates, as shares of all layers wide; wide_layers: most layers in the compute dtype. With none of
     them the bytes are those of the hand rule, first and last layer wide; hand_rule: "layers" or "blocks" of layers at
-    the ends. batches, batch_size: of the measurement.
+    the ends. batches, probe_batch_size: of the measurement.
     steps: of each short run. seeds: how many runs of each kind. name: of the recipe.
     """
 
@@ -31,7 +31,7 @@ class Options:
     time_share: float | None = None
     wide_layers: int | None = None
     batches: int = 8
-    batch_size: int = 4
+    probe_batch_size: int = 4
     steps: int = 80
     seeds: int = 1
     hand_rule: str = HAND_RULES[0]
@@ -45,7 +45,7 @@ class Options:
                 raise ConfigError(f"{key}={value!r}: expected more than 0: change {key}, or leave it out")
         if self.bytes_per_token is not None and self.bytes_share is not None:
             raise ConfigError("expected bytes_per_token or bytes_share, found both: leave one out")
-        for key, least in (("batches", LEAST_BATCHES), ("batch_size", 1), ("steps", 0), ("seeds", 1)):
+        for key, least in (("batches", LEAST_BATCHES), ("probe_batch_size", 1), ("steps", 0), ("seeds", 1)):
             if getattr(self, key) < least:
                 raise ConfigError(f"{key}={getattr(self, key)}: expected at least {least}: raise {key}")
         if self.hand_rule not in HAND_RULES:

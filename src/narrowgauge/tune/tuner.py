@@ -135,13 +135,13 @@ class _Work:
         plain = Recipe()
         prepare(model, None, wide(self.base).replace(**{role: getattr(plain, role) for role in STATE_ROLES}))
         model.train()
-        self._batches(self.options.batch_size, self.options.batches)  # too little text is found at once
+        self._batches(self.options.probe_batch_size, self.options.batches)  # too little text is found at once
         (whole,) = self._batches(self.config.batch_size, 1)
         return model, layers, costs_of(model, layers, self.choices, whole), whole[0].numel()
 
     def measure(self, model: GPT, layers: Sequence[str]) -> Measured:
         """What each layer loses by each choice."""
-        batches = self._batches(self.options.batch_size, self.options.batches)
+        batches = self._batches(self.options.probe_batch_size, self.options.batches)
         text = f"measuring {len(layers)} layers x {len(self.choices) - 1} choices on {len(batches)} batches"
         return measure(
             model, layers, self.choices, batches, self.config.seed,

@@ -23,7 +23,7 @@ from narrowgauge.tune.tuner import Start, tune
 from narrowgauge.tune.verify import short_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-QUICK = Options(choices=("fp8_current", "nvfp4"), batches=2, batch_size=1, steps=2)
+QUICK = Options(choices=("fp8_current", "nvfp4"), batches=2, probe_batch_size=1, steps=2)
 MakeConfig = Callable[..., TrainConfig]
 
 
@@ -127,7 +127,7 @@ def test_a_budget_that_nothing_meets_says_the_nearest_and_that_one_can_be_met(ma
         ({"wide_layers": -1}, "wide_layers=-1"),
         ({"hand_rule": "block"}, "did you mean 'blocks'"),
         ({"batches": 1}, "batches=1: expected at least 2"),
-        ({"batch_size": 0}, "batch_size=0"),
+        ({"probe_batch_size": 0}, "probe_batch_size=0"),
         ({"steps": -1}, "steps=-1"),
         ({"seeds": 0}, "seeds=0"),
     ],
