@@ -51,6 +51,9 @@ def checked(run: RunReader) -> list[str]:
 def sampling(run: RunReader) -> str:
     """How often layers were measured, in words."""
     reader = run.precision
+    bare = f"{reader.empty:,} sampled step{'s' if reader.empty > 1 else ''}"
+    if not reader.samples and reader.empty:
+        return f"no layer was measured: in {bare} nothing was cast"
     if not reader.samples:
         return "no layer was measured: the journal holds no sampled step (statistics_every in the configuration)"
     layers = len({cell.layer for cell in reader.cells})
@@ -63,7 +66,8 @@ def sampling(run: RunReader) -> str:
     times = f"{reader.samples:,} step{'s' if reader.samples > 1 else ''}{every}"
     if not run.has_layers:
         return f"means over all layers in {times}: this older journal does not tell layers apart"
-    return f"{layers:,} layers, {len(reader.cells):,} of their tensors, in {times}: between them nothing is known"
+    bare = f"; in {bare} more nothing was cast" if reader.empty else ""
+    return f"{layers:,} layers, {len(reader.cells):,} of their tensors, in {times}{bare}: between them nothing is known"
 
 
 def _streaks(flags: np.ndarray) -> list[tuple[int, int]]:

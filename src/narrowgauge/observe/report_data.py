@@ -16,7 +16,7 @@ from narrowgauge.observe.report_bins import FEWEST, coded, packed, shrunk, shrun
 from narrowgauge.observe.report_precision import ROLES, Cell
 from narrowgauge.observe.report_rules import SEVERITIES
 from narrowgauge.observe.report_run import RunReader
-from narrowgauge.observe.report_words import expected_sqnr_db
+from narrowgauge.observe.report_words import best_sqnr_db, format_name
 
 VERSION = 1  # of this structure
 STEP_BINS = 1000
@@ -239,7 +239,7 @@ def _specs(run: RunReader, cells: Sequence[Cell]) -> tuple[list[dict[str, Any]],
         if key not in seen:
             seen[key] = len(specs)
             shown = {name: spec.get(name) for name in ("format", "granularity", "scale", "max", "min")}
-            specs.append({**shown, "sqnr_db": expected_sqnr_db(spec.get("format"))})
+            specs.append({**shown, "name": format_name(spec), "sqnr_db": best_sqnr_db(spec)})
         numbers.append(seen[key])
     return specs, numbers
 

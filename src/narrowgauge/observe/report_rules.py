@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.observe.report_precision import Cell, PrecisionReader, Tally
-from narrowgauge.observe.report_words import amount, expectation, expected_sqnr_db, headline, of_format, remedy
+from narrowgauge.observe.report_words import amount, best_sqnr_db, expectation, headline, of_format, remedy
 
 SERIOUS, LOOK, NOTE = "serious", "look", "note"
 SEVERITIES = (SERIOUS, LOOK, NOTE)
@@ -79,7 +79,7 @@ def _limits_of(rule: CellRule, spec_of: Callable[[Cell], Mapping[str, Any]]) -> 
             return FLUSHED_MOMENTS.get(cell.role, (rule.look, rule.serious))
         if not rule.relative:
             return rule.look, rule.serious
-        given = expected_sqnr_db(spec_of(cell).get("format"))
+        given = best_sqnr_db(spec_of(cell))
         given = UNKNOWN_SQNR_DB if given is None else given
         return given + rule.look, given + rule.serious
 
@@ -141,7 +141,7 @@ def _is_harmless(rule: CellRule, reader: PrecisionReader, at: int, specs: Mappin
     is_own = bool(spec.get("scale")) and "delayed" not in str(spec["scale"]).lower()
     if rule.name != "flushed" and not (rule.name == "saturation" and is_own):
         return False
-    expected = expected_sqnr_db(spec.get("format"))
+    expected = best_sqnr_db(spec)
     worst = reader.tallies["sqnr_db"].worst
     return expected is not None and at < len(worst) and bool(worst[at] >= expected - HARMLESS_DB)
 

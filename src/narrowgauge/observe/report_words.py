@@ -27,6 +27,26 @@ def expected_sqnr_db(name: Any) -> float | None:
     return 10 * math.log10(12 * 1.5 / math.log(2)) + 20 * math.log10(2) * found.mantissa_bits
 
 
+def best_sqnr_db(spec: Mapping[str, Any]) -> float | None:
+    """`expected_sqnr_db` of what a role is cast to, with the master or residual that a parameter has beside it."""
+    master = spec.get("master")
+    alone = expected_sqnr_db(spec.get("format"))
+    if master == "INT8" and alone is not None:  # splits each unit in the last place into 254 steps
+        return alone + 20 * math.log10(2 * formats.INT8.max)
+    if master == "INT16":  # all the bits of float32
+        return expected_sqnr_db("FP32")
+    return expected_sqnr_db(master) if master else alone
+
+
+def format_name(spec: Mapping[str, Any]) -> str:
+    """The format in words; "" where it is not known."""
+    name, master = str(spec.get("format") or ""), spec.get("master")
+    if not master:
+        return name
+    residual = {"INT8": "an 8-bit residual, 24 bits in all", "INT16": "a 16-bit residual, 32 bits in all"}
+    return f"{name} with {residual.get(master, f'a master copy in {master}')}"
+
+
 def headline(rule: str, role: str) -> str:
     words = ROLE_WORDS.get(role, role)
     return {
@@ -38,13 +58,13 @@ def headline(rule: str, role: str) -> str:
 
 
 def of_format(spec: Mapping[str, Any]) -> str:
-    name = spec.get("format")
+    name = format_name(spec)
     return f" ({name}, {spec.get('granularity', 'granularity unknown')})" if name else ""
 
 
 def expectation(spec: Mapping[str, Any]) -> str:
-    expected = expected_sqnr_db(spec.get("format"))
-    return "" if expected is None else f", where {spec['format']} gives about {expected:.0f} dB"
+    expected = best_sqnr_db(spec)
+    return "" if expected is None else f", where {format_name(spec)} gives about {expected:.0f} dB"
 
 
 def remedy(rule: str, cell: Cell, spec: Mapping[str, Any]) -> str:
@@ -66,8 +86,24 @@ def remedy(rule: str, cell: Cell, spec: Mapping[str, Any]) -> str:
         )
     if rule == "low SQNR":
         return f"Look at its histogram: outliers, or values below the format's range. Smaller blocks help, or {wider}."
+    return _of_lost_updates(spec)
+
+
+def _of_lost_updates(spec: Mapping[str, Any]) -> str:
+    held = spec.get("master") or spec.get("format")
+    rate = (
+        "Where a schedule ends near a learning rate of zero that is as it should be, or let it end higher "
+        "(`schedule.final_fraction`)"
+    )
+    if held in ("FP32", "FP64", "INT16"):
+        return f"The updates are smaller than half a step of float32. {rate}. Elsewhere, raise the learning rate."
+    if held == "INT8":
+        return (
+            f"The updates are smaller than half a step of the parameter with its residual. {rate}. Elsewhere, raise "
+            "the learning rate, or take a recipe with float32 parameters (bf16)."
+        )
     return (
-        "The updates are smaller than half a step of the stored parameter. Take a recipe with a master copy or "
+        "The updates are smaller than half a step of the stored parameter. Take a recipe with float32 parameters or a "
         "residual (bf16, narrow8) or stochastic rounding (bf16_pure), or a larger learning rate."
     )
 

@@ -81,7 +81,8 @@ def conversion(model: nn.Module) -> list[dict[str, Any]]:
 def formats(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, dict[str, dict[str, Any]]]:
     """{layer: {role: {"format", "granularity", "scale", "max", "min"}}}: what is cast, and the range of its format.
 
-    min: the smallest positive value. Layers of parameters: see `layer_of`. Optimizer states: of narrowgauge.optim's.
+    min: the smallest positive value. Of parameters also "master": the format of what completes or replaces them at the
+    update, where there is such a thing. Layers of parameters: see `layer_of`. Optimizer states: of narrowgauge.optim's.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, module in model.named_modules():
@@ -91,8 +92,12 @@ def formats(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, d
     own = own if isinstance(own, FormattedOptimizer) else None
     held = set(own.parameters()) if own is not None else set()
     for name, p in model.named_parameters():
-        for role, spec in _kept(p, own if p in held else None).items():
+        mine = own if p in held else None
+        for role, spec in _kept(p, mine).items():
             found.setdefault(layer_of(name), {})[role] = _described(spec)
+        master = None if mine is None else mine.formats_of(p).master
+        if master is not None and (p.dtype in HALF or isinstance(p.data, QuantizedTensor)):
+            found[layer_of(name)]["param"]["master"] = master.format.name
     return found
 
 

@@ -13,7 +13,7 @@ from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_attention import attention, checked
 from narrowgauge.observe.report_rules import Finding
 from narrowgauge.observe.report_run import RunReader
-from narrowgauge.observe.report_words import expected_sqnr_db
+from narrowgauge.observe.report_words import best_sqnr_db, expected_sqnr_db
 from synthetic_run import write_run
 
 CALM_ON_CPU = ("conversion",)  # emulation is noted
@@ -52,6 +52,22 @@ def test_a_clean_run_has_nothing_and_says_what_was_checked(tmp_path):
     said = checked(RunReader(tmp_path / "clean"))
     assert said[0] == "8 layers, 56 of their tensors, in 20 steps, one in every 10: between them nothing is known"
     assert len(said) > 8 and "0.1 %" in " ".join(said)
+
+
+def test_samples_in_which_nothing_was_cast_are_told_apart(tmp_path):
+    def change(step, row):
+        return {**row, "layers": {}} if row["kind"] == "precision" and step > 50 else row
+
+    run = RunReader(write_run(tmp_path / "run", change=change))
+    assert checked(run)[0] == (
+        "8 layers, 56 of their tensors, in 5 steps, one in every 10; in 15 sampled steps more nothing was cast: "
+        "between them nothing is known"
+    )
+    assert run.precision.samples == 5
+    wide = RunReader(
+        write_run(tmp_path / "wide", change=lambda step, row: row | {"layers": {}} if "layers" in row else row)
+    )
+    assert checked(wide)[0] == "no layer was measured: in 20 sampled steps nothing was cast"
 
 
 def test_case_16_saturation_by_a_stale_scale(tmp_path):
@@ -185,6 +201,38 @@ def test_expected_sqnr_is_that_of_a_real_cast():
         assert expected_sqnr_db(name) == pytest.approx(10 * math.log10(float(x.square().mean() / noise)), abs=0.1)
     assert expected_sqnr_db("INT8") is None and expected_sqnr_db("nothing") is None
     assert formats.E4M3FN.mantissa_bits == 3
+
+
+@pytest.mark.parametrize("master", ["INT8", "INT16"])
+def test_what_a_residual_gives_is_that_of_a_real_one(master):
+    import torch
+
+    from narrowgauge.numerics import residual
+
+    x = 2.0 ** (8 * torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)) - 4).double()
+    parts = residual.split(x.float()) if master == "INT8" else residual.split_exactly(x.float())
+    y = (residual.join if master == "INT8" else residual.join_exactly)(*parts)
+    noise = (y.double() - x).square().mean()
+    best = best_sqnr_db({"format": "BF16", "master": master})
+    assert best == pytest.approx(10 * math.log10(float(x.square().mean() / noise)), abs=0.2)
+    assert best_sqnr_db({"format": "BF16", "master": "FP32"}) == expected_sqnr_db("FP32")
+
+
+@pytest.mark.parametrize(
+    ("master", "said", "remedy"),
+    [
+        ("INT8", "(BF16 with an 8-bit residual, 24 bits in all, per tensor)", "float32 parameters (bf16)."),
+        ("FP32", "(BF16 with a master copy in FP32, per tensor)", "Elsewhere, raise the learning rate."),
+        (None, "(BF16, per tensor)", "bf16_pure"),
+    ],
+)
+def test_lost_updates_of_a_parameter_with_a_residual_or_master(tmp_path, master, said, remedy):
+    spec = {"format": "BF16", "granularity": "per tensor", "scale": "none", "max": 3e38, "min": 9e-41}
+    spec |= {"master": master} if master else {}
+    change = cell("blocks.0.mlp.down", "param", lost=0.8, sqnr_db=145.0 if master == "FP32" else 101.0)
+    (found,) = found_in(tmp_path / "run", change=change, formats={"blocks.0.mlp.down": {"param": spec}})
+    assert said in found.text and remedy in found.remedy
+    assert ("narrow8" in found.remedy) == (master is None)
 
 
 def test_dead_and_dying_gradients(tmp_path):

@@ -14,3 +14,11 @@ def test_a_header_says_where_a_run_runs() -> None:
     assert header["device"] == "cpu" and header["threads"] == torch.get_num_threads()
     assert header["parameters"] == 2 * 64 * 128 + 128 + 64
     assert ng.observe.header(torch.nn.ReLU(), None, None)["device"] == "cpu"
+
+
+def test_a_parameters_master_or_residual_is_in_the_header() -> None:
+    for recipe, master in (("narrow8", "INT8"), ("bf16_pure", None), ("bf16", None), ("fp8_lm_o3", "FP16")):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
+        model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+        described = ng.observe.header(model, optimizer, recipe=recipe)["formats"]["0"]["param"]
+        assert described.get("master") == master, recipe

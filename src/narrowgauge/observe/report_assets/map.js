@@ -199,7 +199,7 @@ function detail(map, cell, hist) {
   const [layer, role] = map.data.cells[cell], spec = specOf(map.data, cell);
   const name = map.data.layers[layer], roleName = map.data.roles[role];
   const host = el("div", { class: "detail-body" });
-  const format = spec && spec.format ? `${spec.format}, ${spec.granularity || "granularity unknown"}, scale ${spec.scale || "unknown"}` : "its format is not in the journal";
+  const format = spec && spec.format ? `${spec.name}, ${spec.granularity || "granularity unknown"}, scale ${spec.scale || "unknown"}` : "its format is not in the journal";
   host.append(el("h3", { id: "detail-title", tabindex: "-1" }, el("span", { class: "where", text: name }), el("span", { class: "role", text: roleName })),
     el("p", { class: "muted", text: format }));
   const acts = map.run.events.filter((each) => each.kind === "guard" && each.action !== "warn" && each.layer === name && (!each.role || each.role === roleName));
@@ -215,7 +215,7 @@ function detail(map, cell, hist) {
   const sqnr = pointsOf(map, "sqnr_db", cell);
   if (sqnr.length) {
     const lines = [{ name: "SQNR", colour: "run0", points: sqnr }];
-    if (spec && spec.sqnr_db) lines.push({ name: `${spec.format} at its best`, colour: "grey", dashed: true, points: sqnr.map(([x]) => [x, spec.sqnr_db, spec.sqnr_db, spec.sqnr_db]) });
+    if (spec && spec.sqnr_db) lines.push({ name: `${spec.name} at its best`, colour: "grey", dashed: true, points: sqnr.map(([x]) => [x, spec.sqnr_db, spec.sqnr_db, spec.sqnr_db]) });
     parts.push({ id: "cell-sqnr", title: "Signal to quantization noise of the cast", y: "dB", lines, ...data(sqnr.map((p) => [p[0], p[1], p[3]]), ["least, dB", "greatest, dB"]) });
   }
   const shares = SHARES.map((measure, at) => ({ name: measure, colour: `role${at}`, points: pointsOf(map, measure, cell) })).filter((line) => line.points.length);
