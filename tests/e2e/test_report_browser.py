@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.cli.live import LiveReport
+from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_data import report_data
 from narrowgauge.observe.report_page import page as html_of
 from narrowgauge.observe.report_run import RunReader
@@ -217,6 +218,36 @@ def test_names_are_text_and_never_run(opened, files):
         each.evaluate("node => { node.parentElement.open = true }")
     assert page.title() != "taken" and page.locator("img").count() == 0
     assert EVIL in page.locator(".cells tbody th").first.inner_text()
+
+
+def test_two_samples_have_an_axis_of_distinct_ticks_and_only_what_the_guard_did_is_marked(opened, tmp_path):
+    """A wait is no act; all products in another format concern each operand, and no moment."""
+
+    def change(step, row):
+        return {} if row["kind"] == "precision" and step < 4 else row
+
+    folder = write_run(tmp_path / "short", steps=5, every=1, layers=1, change=change)
+    with (folder / "journal.jsonl").open("ab") as file:
+        for step, action, layer, after in ((4, "wait", "blocks.0.attention.q", "E4M3FN"), (5, "promote", None, "bf16")):
+            file.write(encode({"kind": "guard", "step": step, "action": action, "layer": layer, "message": "",
+                               "role": "input" if layer else None, "after": after}))  # fmt: skip
+    path = tmp_path / "short.html"
+    path.write_text(html_of(report_data([RunReader(folder)], 0)))
+    page = opened(path.as_uri())
+    ticks = """() => [...document.querySelectorAll("figure.chart svg")].map((each) =>
+      ["middle", "end"].map((side) => [...each.querySelectorAll(`text.tick[text-anchor=${side}]`)]
+        .map((text) => text.textContent)))"""
+    for axes in page.evaluate(ticks):
+        for labels in axes:
+            assert len(set(labels)) == len(labels), labels
+    for role, marks, said in (("input", 1, True), ("grad_output", 1, True), ("exp_avg", 0, False)):
+        page.evaluate("""role => {
+          const map = state.map;
+          map.show(map.cellOf(0, map.data.roles.indexOf(role)));
+        }""", role)  # fmt: skip
+        assert page.evaluate("document.querySelectorAll('#cell-amax path.mark').length") == marks
+        text = page.inner_text("#detail")
+        assert ("acted once, at step 5: promote of all layers, to bf16" in text) == said and "wait" not in text
 
 
 def test_a_clean_run_says_that_nothing_was_found(opened, files):

@@ -104,8 +104,8 @@ def legend(names: Iterable[str], x: float, y: float = 82) -> list[str]:
     return lines
 
 
-def ticks(low: float, high: float, is_log: bool = False, wanted: int = 5) -> list[float]:
-    """Round numbers between two; powers of ten where is_log and there are two."""
+def ticks(low: float, high: float, is_log: bool = False, wanted: int = 5, is_whole: bool = False) -> list[float]:
+    """Round numbers between two, integers where is_whole; powers of ten where is_log and there are two."""
     if is_log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
         step = max(1, math.ceil((last - first) / wanted))
@@ -117,6 +117,7 @@ def ticks(low: float, high: float, is_log: bool = False, wanted: int = 5) -> lis
         return [low]
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(size * unit for size in (1, 2, 5, 10) if size * unit >= rough * 0.999)
+    step = max(step, 1.0) if is_whole else step
     count = math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1
     return [(math.ceil(low / step - 1e-9) + at) * step for at in range(count)]
 
@@ -178,15 +179,27 @@ def number(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1e3 else f"{value:,.0f}"
 
 
+def numbers(values: Sequence[float]) -> list[str]:
+    """Of the ticks of an axis: short, with so many digits that no two are the same."""
+    texts = [number(value) for value in values]
+    for digits in range(5, 18):
+        if len(set(texts)) == len(values):
+            break
+        texts = [f"{value:,.{digits}g}" for value in values]
+    return texts
+
+
 def _axes(chart: Chart, place, xs: tuple[float, float], ys: tuple[float, float]) -> list[str]:
     bottom, lines = chart.height - BOTTOM, []
-    for tick in ticks(*ys, chart.is_log):
+    marks = ticks(*ys, chart.is_log)
+    for tick, text in zip(marks, numbers(marks), strict=True):
         _, y = place(xs[0], tick)
         lines.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        lines.append(f'<text class="note" x="{LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{number(tick)}</text>')
-    for tick in ticks(*xs, wanted=8):
+        lines.append(f'<text class="note" x="{LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{text}</text>')
+    marks = ticks(*xs, wanted=8, is_whole=True)
+    for tick, text in zip(marks, numbers(marks), strict=True):
         x, _ = place(tick, ys[0])
-        lines.append(f'<text class="note" x="{x:.1f}" y="{bottom + 21}" text-anchor="middle">{number(tick)}</text>')
+        lines.append(f'<text class="note" x="{x:.1f}" y="{bottom + 21}" text-anchor="middle">{text}</text>')
     middle = (TOP + bottom) / 2
     lines.append(
         f'<text class="note" text-anchor="middle" transform="translate(16 {middle:.0f}) rotate(-90)">'

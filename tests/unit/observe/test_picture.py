@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from narrowgauge.observe.picture import LEFT, RIGHT, WIDTH, Chart, Line, extent, line_chart, number, ticks
+from narrowgauge.observe.picture import LEFT, RIGHT, WIDTH, Chart, Line, extent, line_chart, number, numbers, ticks
 from narrowgauge.observe.picture_maps import heat_map, stacked
 
 
@@ -60,3 +60,15 @@ def test_bars_are_as_long_as_their_sizes():
     drawn = stacked("bytes", "", [("a", {"param": 6.0, "grad": 2.0}), ("b", {"param": 4.0})])
     widths = [float(each) for each in re.findall(r'width="([\d.]+)" height="34"', drawn)]
     assert widths[0] == pytest.approx(3 * widths[1], rel=1e-3) and widths[2] == pytest.approx(2 * widths[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("x0", "x1", "said"), [(4, 5, ["4", "5"]), (1000, 1001, ["1,000", "1,001"])])
+def test_ticks_of_steps_are_whole_and_no_two_the_same(x0, x1, said):
+    drawn = line_chart(Chart("a", "", "step", "loss", [Line("a", [(x0, 1.0), (x1, 2.0)])]))
+    assert re.findall(r'y="\d+" text-anchor="middle">([^<]+)<', drawn) == said
+
+
+def test_numbers_of_an_axis_have_digits_enough():
+    assert numbers([100000.0, 120000.0]) == ["1e+05", "1.2e+05"]
+    assert numbers([1e6, 2e6]) == ["1e6", "2e6"]
+    assert numbers([1000.25, 1000.5]) == ["1,000.2", "1,000.5"]

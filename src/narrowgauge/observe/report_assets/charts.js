@@ -4,7 +4,8 @@
 const PAD = { left: 66, right: 14, top: 10, bottom: 36 };
 let chartCount = 0;
 
-function ticksOf(low, high, isLog, wanted, base) {
+// isWhole: of steps, between which there is nothing
+function ticksOf(low, high, isLog, wanted, base, isWhole) {
   if (isLog) {
     const root = base || 10, log = (v) => Math.log(v) / Math.log(root);
     const from = Math.ceil(log(low) - 1e-9), to = Math.floor(log(high) + 1e-9);
@@ -15,7 +16,7 @@ function ticksOf(low, high, isLog, wanted, base) {
     return ticksOf(low, high, false, wanted);
   }
   const rough = (high - low) / wanted, unit = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * unit).find((each) => each >= rough * 0.999);
+  const step = Math.max(isWhole ? 1 : 0, [1, 2, 5, 10].map((each) => each * unit).find((each) => each >= rough * 0.999));
   const found = [];
   for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-9; tick += step) found.push(tick);
   return found;
@@ -25,6 +26,16 @@ function tickText(value, isLog, base) {
   if (isLog && (value >= 1e5 || value < 1e-2) && value > 0 && Number.isInteger(Math.round(Math.log10(value) * 1e6) / 1e6))
     return power(10, Math.round(Math.log10(value)));
   return short(Number(value.toPrecision(6)));
+}
+// all in powers or none, and with so many digits that no two are the same
+function tickTexts(ticks, spec) {
+  const inPowers = spec.log && (spec.base !== 2 || ticks.every((tick) => Number.isInteger(Math.log2(tick))));
+  const texts = ticks.map((tick) => (spec.format ? spec.format(tick) : tickText(tick, inPowers, spec.base)));
+  const areApart = (values) => new Set(values).size === values.length;
+  if (areApart(texts)) return texts;
+  const say = (tick, digits) => (spec.format === percent ? `${Number((100 * tick).toPrecision(digits))} %` : String(Number(tick.toPrecision(digits))));
+  const digits = [3, 4, 5, 6, 7, 8, 9, 10, 12].find((each) => areApart(ticks.map((tick) => say(tick, each)))) || 15;
+  return ticks.map((tick) => say(tick, digits));
 }
 function extent(values, isLog) {
   let low = Infinity, high = -Infinity;
@@ -67,6 +78,7 @@ function drawChart(spec, frame, readout) {
   for (const line of spec.lines) for (const [x, low, , high] of line.points) { xs.push(x); ys.push(low, high); }
   for (const area of spec.areas || []) for (const [x, low, high] of area.points) { xs.push(x); ys.push(low, high); }
   for (const dots of spec.dots || []) for (const [x, y] of dots.points) { xs.push(x); ys.push(y); }
+  if (xs.length && spec.marks) xs.push(...spec.marks.xs);
   if (spec.zero) ys.push(0);
   let x0 = 0, x1 = 1;
   const [y0, y1] = spec.range || extent(ys, spec.log);
@@ -97,13 +109,13 @@ function drawChart(spec, frame, readout) {
   crosshair(spec, frame, readout, picture, cross, { X, x0, x1, width, height });
 }
 function drawAxes(picture, { spec, width, height, X, Y, x0, x1, y0, y1 }) {
-  for (const tick of ticksOf(y0, y1, spec.log, 5, spec.base)) {
+  const ticks = ticksOf(y0, y1, spec.log, 5, spec.base), texts = tickTexts(ticks, spec);
+  for (const [at, tick] of ticks.entries()) {
     const y = Y(tick);
     picture.append(svg("path", { class: tick === 0 && spec.zero ? "zero" : "grid", d: `M${PAD.left} ${y}H${width - PAD.right}` }));
-    picture.append(svg("text", { class: "tick", x: PAD.left - 7, y: y + 4, "text-anchor": "end",
-      text: spec.format ? spec.format(tick) : tickText(tick, spec.log, spec.base) }));
+    picture.append(svg("text", { class: "tick", x: PAD.left - 7, y: y + 4, "text-anchor": "end", text: texts[at] }));
   }
-  for (const tick of x1 > x0 ? ticksOf(x0, x1, false, Math.max(2, Math.floor(width / 110))) : [x0])
+  for (const tick of x1 > x0 ? ticksOf(x0, x1, false, Math.max(2, Math.floor(width / 110)), 10, true) : [x0])
     picture.append(svg("text", { class: "tick", x: X(tick), y: height - PAD.bottom + 17, "text-anchor": "middle", text: integer(tick) }));
   picture.append(svg("path", { class: "axis", d: `M${PAD.left} ${height - PAD.bottom}H${width - PAD.right}` }));
   picture.append(svg("text", { class: "axis-name", x: width - PAD.right, y: height - 3, "text-anchor": "end", text: spec.x || "step" }));

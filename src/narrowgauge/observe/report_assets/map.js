@@ -195,6 +195,12 @@ function pointsOf(map, measure, cell) {
   return series.map(([low, high], at) => [map.data.last[at], low, WORST_IS_LOW[measure] ? low : high, high])
     .filter(([, low]) => !Number.isNaN(low));
 }
+// whether the guard changed the cast of a cell: its own, or with all products
+const OPERANDS = ["input", "weight", "grad_output"];
+function concerns(event, layer, role) {
+  if (event.action !== "promote" && event.action !== "demote") return false;
+  return event.layer ? event.layer === layer && (!event.role || event.role === role) : OPERANDS.includes(role);
+}
 function detail(map, cell, hist) {
   const [layer, role] = map.data.cells[cell], spec = specOf(map.data, cell);
   const name = map.data.layers[layer], roleName = map.data.roles[role];
@@ -202,9 +208,9 @@ function detail(map, cell, hist) {
   const format = spec && spec.format ? `${spec.name}, ${spec.granularity || "granularity unknown"}, scale ${spec.scale || "unknown"}` : "its format is not in the journal";
   host.append(el("h3", { id: "detail-title", tabindex: "-1" }, el("span", { class: "where", text: name }), el("span", { class: "role", text: roleName })),
     el("p", { class: "muted", text: format }));
-  const acts = map.run.events.filter((each) => each.kind === "guard" && each.action !== "warn" && each.layer === name && (!each.role || each.role === roleName));
+  const acts = map.run.events.filter((each) => each.kind === "guard" && concerns(each, name, roleName));
   if (acts.length)
-    host.append(el("p", { class: "muted", text: `The guard acted ${acts.length === 1 ? "once" : `${acts.length} times`}, first at step ${integer(acts[0].step)}: ${acts[0].action}, to ${acts[0].after || "another format"}. Ranges below are those of the format at the run's start.` }));
+    host.append(el("p", { class: "muted", text: `The guard acted ${acts.length === 1 ? "once, at" : `${acts.length} times, first at`} step ${integer(acts[0].step)}: ${acts[0].action}${acts[0].layer ? "" : " of all layers"}, to ${acts[0].after || "another format"}. Ranges below are those of the format at the run's start.` }));
   const scales = pointsOf(map, "scale", cell), amax = pointsOf(map, "amax", cell);
   const ranges = scales.map(([x, low, , high]) => { const a = rangeOf(spec, low), b = rangeOf(spec, high); return a && [x, a[0], b[1]]; }).filter(Boolean);
   const parts = [];
