@@ -90,9 +90,21 @@ def _trouble(trouble: Trouble) -> str:
 def _finding(finding: Finding) -> str:
     value, limit = finding.value, finding.limit
     if finding.measure == SATURATED:
-        return f"{value:.2%} of the values are cut off at the largest of the format (limit {limit:.2%})"
+        share, most = _apart(value, limit, 2, "%")
+        return f"{share} of the values are cut off at the largest of the format (limit {most})"
     if finding.measure == FLUSHED:
-        return f"{value:.2%} of the non-zero values become zero (limit {limit:.2%})"
+        share, most = _apart(value, limit, 2, "%")
+        return f"{share} of the non-zero values become zero (limit {most})"
     if finding.measure == SQNR_DB:
-        return f"the cast's error is {value:.1f} dB below the values (limit {limit:.1f} dB)"
+        sqnr, least = _apart(value, limit, 1, "f")
+        return f"the cast's error is {sqnr} dB below the values (limit {least} dB)"
     return "calm"
+
+
+def _apart(value: float, limit: float, digits: int, kind: str) -> tuple[str, str]:
+    """Both with so many decimals, and with more where they would else look the same."""
+    for more in range(digits, 17):
+        said = f"{value:.{more}{kind}}", f"{limit:.{more}{kind}}"
+        if said[0] != said[1]:
+            return said
+    return f"{value:.{digits}{kind}}", f"{limit:.{digits}{kind}}"

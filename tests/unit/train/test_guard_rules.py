@@ -12,8 +12,9 @@ import narrowgauge as ng
 from narrowgauge.errors import CheckpointError
 from narrowgauge.numerics.measure import sqnr_db
 from narrowgauge.recipes.casts import MOMENTS
+from narrowgauge.train.guard_decisions import of_cast
 from narrowgauge.train.guard_ladder import is_last, next_wider
-from narrowgauge.train.guard_limits import Verdict, judge, normal_db
+from narrowgauge.train.guard_limits import Finding, Verdict, judge, normal_db
 from narrowgauge.train.guard_losses import Losses
 from narrowgauge.train.guard_samples import Sample, merged
 from narrowgauge.train.guard_standing import Move, Standing
@@ -224,3 +225,19 @@ def test_of_several_ranks_the_worst_counts_in_one_order() -> None:
         found = merged(parts)
         assert list(found) == [key, ("b", "weight")]
         assert found[key].measures == {"flushed": 0.2, "sqnr_db": 30.0, "amax": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "limit", "said"),
+    [
+        ("flushed", 0.010004, 0.01, "1.0004% of the non-zero values become zero (limit 1.0000%)"),
+        ("saturated", 0.5, 0.01, "50.00% of the values are cut off at the largest of the format (limit 1.00%)"),
+        ("sqnr_db", 11.98, 12.0, "the cast's error is 11.98 dB below the values (limit 12.00 dB)"),
+        ("flushed", 0.01, 0.01, "1.00% of the non-zero values become zero (limit 1.00%)"),
+    ],
+)
+def test_a_decision_tells_the_value_and_the_limit_apart(measure, value, limit, said) -> None:
+    finding = Finding(Verdict.TROUBLE, measure, value, limit)
+    assert of_cast(4, "wait", ("up", "input"), finding, E4M3, E4M3).message == (
+        f"up, input: {said}; the next step is looked at, too"
+    )
