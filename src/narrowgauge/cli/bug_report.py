@@ -112,12 +112,17 @@ _FREE = ("recipe_fields",)  # the recipe itself is in the journal
 
 
 def _known_texts() -> set[str]:
+    from narrowgauge.distributed.pipeline_schedule import SCHEDULES
     from narrowgauge.integrations.finetune_config import TASKS
+    from narrowgauge.models.config import Activation, Norm, Positions
     from narrowgauge.models.presets import preset_names
     from narrowgauge.numerics import formats
     from narrowgauge.recipes.library import recipe_names
+    from narrowgauge.train.sections import MODES
 
-    return {*recipe_names(), *preset_names(), *formats.ALL, *TASKS, "cpu", "cuda", "auto", "bytes"}
+    parts = {*Activation, *Norm, *Positions}
+    ours = {*recipe_names(), *preset_names(), *formats.ALL, *TASKS, *MODES, *SCHEDULES, *map(str, parts)}
+    return ours | {"cpu", "cuda", "auto", "bytes"}
 
 
 def _journal(folder: Path) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def run(secretive):
     config.data.corpus = "/srv/confidential/*.txt"
     config.data.text_field = "zebra"
     config.optimizer.lr = 0.00321
+    config.guard.mode = "warn"
+    config.parallel.schedule = "gpipe"
     secretive.mkdir()
     (secretive / "config.yaml").write_text(config.to_yaml())
     header = {
@@ -96,7 +98,7 @@ def test_what_helps_is_in_a_report(run, capsys):
     config, journal = report["run"]["config"], report["run"]["journal"]
     assert config == {
         "data.corpus": "<text>", "data.text_field": "<text>", "optimizer.lr": 0.00321, "name": "<text>",
-        "runs_dir": "<text>", "sample_prompt": "<text>",
+        "runs_dir": "<text>", "sample_prompt": "<text>", "guard.mode": "warn", "parallel.schedule": "gpipe",
     }  # fmt: skip
     assert [row["step"] for row in journal["step"]] == list(range(6, 16))
     assert journal["step"][-1]["loss"] == 4.0
