@@ -22,6 +22,9 @@ from narrowgauge.observe.journal_rows import FILE_NAME, Row, check_header, ends_
 _COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "loss_scale")
 
 
+MOST_RUNS_NAMED = 5
+
+
 class Journal:
     """Reads a run's journal, which may be of any size and may still be written: one line at a time is in memory.
 
@@ -40,6 +43,8 @@ class Journal:
         """
         given = Path(path)
         self.path = given / FILE_NAME if given.is_dir() else given
+        if given.is_dir() and not self.path.exists():
+            raise ConfigError(_no_run(given))
         self.problems: list[str] = []
         try:
             is_whole = ends_whole(self.path)
@@ -81,6 +86,20 @@ class Journal:
             self._steps = {"step": np.array(steps, np.int64), "skipped": np.array(skipped, bool)}
             self._steps |= {name: np.array(column, np.float64) for name, column in columns.items()}
         return self._steps
+
+
+def _no_run(folder: Path) -> str:
+    """What to say of a folder without a journal, with the runs that lie in it, the newest first."""
+    said = f"{folder}: expected a run folder, found one without a {FILE_NAME}, which is no run"
+    try:
+        found = [path for path in folder.glob(f"*/{FILE_NAME}") if path.is_file()]
+        found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        found = []
+    if not found:
+        return f"{said}: give the folder of a run"
+    names = ", ".join(str(path.parent) for path in found[:MOST_RUNS_NAMED])
+    return f"{said}: give one of the runs in it: {names}{', ...' if len(found) > MOST_RUNS_NAMED else ''}"
 
 
 @dataclass(frozen=True)

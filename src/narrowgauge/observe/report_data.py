@@ -98,6 +98,7 @@ def _run_data(run: RunReader, budget: int) -> dict[str, Any]:
         "skips": _thinned(run.steps["step"][run.steps["skipped"]].tolist()),
         "precision": _precision(run, budget),
         "histograms": _histograms(run),
+        "why_no_histograms": _why_no_histograms(run),
         "bytes": _bytes(run),
         "events": [_event(row) for row in run.events],
         "environment": {
@@ -135,7 +136,7 @@ def _missing(run: RunReader) -> list[str]:
         why = "of schema 1" if run.header.get("schema", 1) == 1 else "without sampled steps"
         absent.append(f"measures of single layers (the journal is {why})")
     if not run.histograms.rows:
-        absent.append("exponent histograms")
+        absent.append(f"exponent histograms{_why_no_histograms(run)}")
     if run.bytes is None:
         absent.append("bytes by role")
     if not run.evaluations:
@@ -143,6 +144,16 @@ def _missing(run: RunReader) -> list[str]:
     if not isinstance(run.header.get("formats"), dict):
         absent.append("formats of the layers, so no ranges are drawn")
     return absent
+
+
+def _why_no_histograms(run: RunReader) -> str:
+    """ " (histograms_every is 200, and the run has 120 steps)"; "" where the configuration does not say why."""
+    every, steps = run.config.get("histograms_every"), run.steps["step"]
+    last = int(steps[-1]) if len(steps) else 0
+    if not isinstance(every, int) or isinstance(every, bool) or 0 < every <= last:
+        return ""
+    reached = f"{every:,}, and the run has {last:,} steps" if every > 0 else "0"
+    return f" (histograms_every is {reached})"
 
 
 def _edges(count: int, most: int) -> np.ndarray:

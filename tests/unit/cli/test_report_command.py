@@ -91,7 +91,8 @@ def test_png_without_the_renderer_or_a_font_says_what_to_do(monkeypatch, tmp_pat
     ("words", "code", "said"),
     [
         (["{here}/nothing"], 2, "expected a run folder"),
-        (["{here}"], 2, "expected a run folder"),
+        (["{here}"], 2, "which is no run: give one of the runs in it: {here}/mine\n"),
+        (["{here}/mine/empty"], 2, "without a journal.jsonl, which is no run: give the folder of a run"),
         (["{here}/mine", "--port", "80"], 2, "add --live"),
         (["{here}/mine", "--output", "{here}"], 2, "expected a file"),
         (["{here}/mine", "--output", "{here}/no/x.html"], 1, "No such file"),
@@ -101,6 +102,6 @@ def test_png_without_the_renderer_or_a_font_says_what_to_do(monkeypatch, tmp_pat
     ],
 )
 def test_what_does_not_hold_together_is_refused(tmp_path, capsys, words, code, said):
-    write_run(tmp_path / "mine", steps=10, layers=1)
+    (write_run(tmp_path / "mine", steps=10, layers=1) / "empty").mkdir()
     assert main(["report", *(word.format(here=tmp_path) for word in words)]) == code
-    assert said in capsys.readouterr().err
+    assert said.format(here=tmp_path) in capsys.readouterr().err

@@ -147,3 +147,19 @@ def _grown(step, row):
     if row["kind"] == "precision":
         row["layers"]["blocks.0.attention.q"]["input"]["saturated"] = 0.63
     return row
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("histograms_every: 200", "exponent histograms (histograms_every is 200, and the run has 40 steps)"),
+        ("histograms_every: 0", "exponent histograms (histograms_every is 0)"),
+        ("histograms_every: 20", "exponent histograms"),
+        ("", "exponent histograms"),
+    ],
+)
+def test_why_there_is_no_histogram_is_said_where_it_is_known(tmp_path, config, said):
+    folder = write_run(tmp_path / "run", steps=40, layers=1)
+    (folder / "config.yaml").write_text(config)
+    (shown,) = report_data([RunReader(folder)])["runs"]
+    assert said in shown["missing"] and shown["why_no_histograms"] == said.removeprefix("exponent histograms")

@@ -179,7 +179,7 @@ function layerSection(layer) {
     parts.push(el("div", { class: "controls" }, el("div", { class: "field" }, el("label", { for: "histogram-step", text: "When" }), slider, el("output", { for: "histogram-step", text: `step ${integer(all.steps[at].step)}` }))));
     parts.push(el("ul", { class: "legend" }, ...[["area c-range", "what the format holds, with its scale"], ["area solid c-run0", "held"], ["area c-below", "below: becomes zero"], ["area c-above", "above: cut off"]].map(([kind, text]) => el("li", {}, el("i", { class: kind, "aria-hidden": "true" }), text))));
     parts.push(shown.length ? el("div", { class: "multiples" }, ...shown) : el("p", { class: "empty", text: "No histogram of this layer was taken at this step." }));
-  } else parts.push(el("p", { class: "empty", text: "The journal holds no exponent histograms." }));
+  } else parts.push(el("p", { class: "empty", text: `The journal holds no exponent histograms${run.why_no_histograms}.` }));
   const scales = layer === null ? [] : run.precision.roles.map((role, at) => ({ name: role, colour: `role${at % 8}`, points: pointsOf(state.map, "scale", cellNamed(state.map, layer, role)) })).filter((line) => line.points.length);
   if (scales.length)
     parts.push(chart({ id: "scale-chart", title: "Scale history of its tensors", note: "dequantization scale; largest of the tiles", y: "scale", log: true, base: 2, height: 240, lines: scales,
