@@ -63,6 +63,7 @@ def sampling(run: RunReader) -> str:
         mean = (at[-1] - at[0]) / (reader.samples - 1)
         is_even = mean == at[-1] - at[-2]
         every = f", one in every {mean:,.0f}" if is_even else f", one in every {mean:,.1f} on average"
+        every = ", one after the other" if mean == 1 else every
     times = f"{reader.samples:,} step{'s' if reader.samples > 1 else ''}{every}"
     if not run.has_layers:
         return f"means over all layers in {times}: this older journal does not tell layers apart"
@@ -171,12 +172,14 @@ def _guarded(run: RunReader) -> list[Finding]:
     if not rows:
         return []
     acted = [row for row in rows if row.get("action") not in ("warn", "wait")]
+    warned = [row for row in rows if row.get("action") == "warn"]
     counts = Counter(str(row.get("action")) for row in rows)
     said = ", ".join(f"{times:,} x {action}" for action, times in counts.items())
-    first = (acted or rows)[0]
+    first = (acted or warned or rows)[0]
     where = ", ".join(str(part) for part in (first.get("layer"), first.get("role")) if part)
     text = f"{said}. First, at step {first['step']:,}: {first.get('message') or where}."
-    title = f"The guard acted {len(acted):,} times" if acted else f"The guard warned {len(rows):,} times"
+    title = f"The guard warned {len(warned):,} times" if warned else f"The guard took a closer look {len(rows):,} times"
+    title = f"The guard acted {len(acted):,} times" if acted else title
     title = title.replace(" 1 times", " once")
     return [
         Finding(LOOK, "guard", title, text, "All of it stands under Guard, with its numbers.", first["step"],
@@ -221,7 +224,7 @@ def _of_converted(rows: Sequence[dict[str, Any]], emulated: int) -> str:
     if others <= 0:
         return ""
     idle = sum(not row.get("casts") for row in converted)
-    what = "cast nothing in a product (norms, embeddings)" if idle == others else "need no emulation"
+    what = "cast nothing in a product (such as norms)" if idle == others else "need no emulation"
     return f" The other {others:,} of {len(converted):,} converted layers {what}."
 
 

@@ -285,7 +285,7 @@ def test_converted_layers_that_are_not_emulated_are_counted(tmp_path):
             {"name": "norm", "status": "converted", "backend": "torch", "casts": {}}]  # fmt: skip
     (found,) = attention(RunReader(write_run(tmp_path / "cpu", conversion=rows)))
     assert found.title == "1 layers are emulated"
-    assert found.text.endswith(" The other 1 of 2 converted layers cast nothing in a product (norms, embeddings).")
+    assert found.text.endswith(" The other 1 of 2 converted layers cast nothing in a product (such as norms).")
 
 
 @pytest.mark.parametrize(("since", "severity"), [(190, "serious"), (171, "look")])
@@ -332,6 +332,28 @@ def test_what_the_guard_did(tmp_path):
         file.write(encode(row))
     found = next(each for each in attention(RunReader(folder)) if each.rule == "guard")
     assert found.title == "The guard acted once" and "up is wider" in found.text and found.step == 60
+
+
+@pytest.mark.parametrize(
+    ("actions", "title", "step"),
+    [
+        (["wait", "promote"], "The guard acted once", 2),
+        (["wait", "warn"], "The guard warned once", 2),
+        (["wait", "wait"], "The guard took a closer look 2 times", 1),
+    ],
+)
+def test_a_closer_look_of_the_guard_is_no_act_and_no_warning(tmp_path, actions, title, step):
+    folder = write_run(tmp_path / "guarded")
+    with (folder / "journal.jsonl").open("ab") as file:
+        for at, action in enumerate(actions, 1):
+            file.write(encode({"kind": "guard", "step": at, "action": action, "layer": None, "role": None}))
+    found = next(each for each in attention(RunReader(folder)) if each.rule == "guard")
+    assert (found.title, found.step) == (title, step)
+
+
+def test_samples_of_every_step_are_said_to_be(tmp_path):
+    said = checked(RunReader(write_run(tmp_path / "run", steps=5, every=1)))[0]
+    assert "in 5 steps, one after the other: " in said
 
 
 @pytest.mark.parametrize(("offset", "fires"), [(0.0, False), (0.2, True)])
