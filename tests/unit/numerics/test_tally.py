@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.measure import sqnr_db
-from narrowgauge.numerics.tally import Figures, Tally
+from narrowgauge.numerics.tally import Figures, Tally, pieces
 
 
 def tally_of(x: Tensor, approximation: Tensor) -> Tally:
@@ -52,6 +52,16 @@ def test_an_exact_cast_has_infinite_sqnr_and_one_that_loses_all_has_zero_db() ->
     lost.add_error(torch.full((3,), 1e-30), torch.zeros(3))  # whose squares are no float32 numbers
     assert exact.read().measures() == {"sqnr_db": math.inf}
     assert lost.read().measures() == {"sqnr_db": 0.0}
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1 << 15, (1 << 15) + 1, 100_000])
+def test_the_error_is_that_of_every_value_of_a_large_tensor(numel: int) -> None:
+    x = torch.zeros(numel)
+    x[-1:] = 3.0  # in the last piece, whatever its length
+    tally = Tally()
+    tally.add_error(x, torch.zeros(numel))
+    assert tally.read().sums == ({"signal": 9.0, "noise": 9.0} if numel else {})
+    assert torch.equal(torch.cat([x[part] for part in pieces(x)] or [x]), x)
 
 
 def test_a_nan_among_maxima_stays() -> None:

@@ -178,6 +178,33 @@ def test_an_update_of_nothing_is_not_lost() -> None:
     assert found is not None and "lost" not in found.layers["up"]["param"]
 
 
+def test_values_that_no_gradient_moves_are_no_lost_updates() -> None:
+    model, optimizer = prepared("bf16_pure", lr=1e-1)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    weight = model.get_submodule("up").weight
+    weight.register_hook(lambda grad: torch.cat([torch.zeros_like(grad[:WIDTH]), grad[WIDTH:]]))
+    before = weight.detach().clone()
+    observation = ng.observe.Observation(model, optimizer, every=1)
+    with observation.step(1):
+        step(model, optimizer, 1)
+    found = observation.read()
+    assert found is not None and torch.equal(before[:WIDTH], weight[:WIDTH])
+    assert found.layers["up"]["param"]["lost"] < 0.01  # of those that were to move
+
+
+@pytest.mark.parametrize(("recipe", "lr"), [("narrow8", 1e-5), ("fp8_lm_o2", 3e-4)], ids=["residual", "master"])
+def test_an_update_that_only_residual_or_master_take_in_is_not_lost(recipe: str, lr: float) -> None:
+    model, optimizer = prepared(recipe, lr)
+    before = stored(model, optimizer)[0]  # bytes of the weight's numbers or codes
+    observation = ng.observe.Observation(model, optimizer, every=1)
+    with observation.step(1):
+        step(model, optimizer, 1)
+    found = observation.read()
+    stays = (before == stored(model, optimizer)[0]).double().mean().item()
+    assert found is not None and found.layers["up"]["param"]["lost"] < 0.25 < 0.4 < stays
+    assert found.layers["up"]["param"]["sqnr_db"] > 70  # of all digits that are kept: bf16 alone has about 56
+
+
 def test_an_observation_that_is_off_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepared("narrow8")
     observation = ng.observe.Observation(model, optimizer, every=0)
