@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import narrowgauge as ng
 from narrowgauge.cli.main import main
@@ -158,6 +159,32 @@ def test_batches_that_are_not_finite_lead_back_and_are_not_read_again(with_fault
     expected = ending(result.run_dir)
     resume(result.run_dir, checkpoint="step-000006")  # as it was written when the run had gone back for the last time
     assert ending(result.run_dir) == expected and guard_rows(result.run_dir) == rows
+
+
+def test_a_spike_leads_back_to_the_model_and_the_optimizer_of_before(with_fault, make_config) -> None:
+    """The steps of the spike change both, as those that are not finite do not."""
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def spike(parts: Parts) -> None:
+        def look(model: torch.nn.Module, _: Any) -> None:
+            if model.training and batch_of(parts) in (7, 9, 10):
+                kept = [t for state in parts.optimizer.state.values() for t in state.values()]
+                tensors = [*model.parameters(), *(t for t in kept if isinstance(t, torch.Tensor))]
+                seen.setdefault(batch_of(parts), [t.detach().clone() for t in tensors])
+
+        parts.model.register_forward_pre_hook(look)
+        parts.model.register_forward_hook(
+            lambda m, _, out: (out[0], out[1] * 10) if m.training and batch_of(parts) in range(7, 10) else None
+        )
+
+    with_fault(spike)
+    guard = {"mode": "act", "every": 4, "leave_out": 3}
+    folder = run(make_config("a", **CHANGES | {"recipe": "fp8_current", "guard": guard})).run_dir
+    assert [(row["step"], row["action"], row["measure"]) for row in guard_rows(folder)] == [
+        (6, "promote", "loss"), (6, "rollback", "loss"),
+    ]  # fmt: skip
+    assert len(seen[7]) == len(seen[9]) and not any(map(torch.equal, seen[7], seen[9]))
+    assert len(seen[7]) == len(seen[10]) and all(map(torch.equal, seen[7], seen[10]))
 
 
 def test_decisions_of_the_path_not_taken_stay_in_the_journal(with_fault, make_config) -> None:
