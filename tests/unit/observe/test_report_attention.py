@@ -139,6 +139,20 @@ def test_a_loss_spike_that_comes_back_and_one_that_stays(tmp_path):
     assert found_in(tmp_path / "within", change=steps(since=130, until=132, loss=3.0)) == []
 
 
+def test_of_several_loss_spikes_the_last_says_whether_it_came_back(tmp_path):
+    both = {**dict.fromkeys(range(130, 133), 9.0), **dict.fromkeys(range(190, 201), 8.0)}
+
+    def change(step: int, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"loss": both[step]} if row["kind"] == "step" and step in both else row
+
+    (found,) = found_in(tmp_path / "stays", change=change)
+    assert (found.severity, found.step) == ("serious", 130) and "has not come back" in found.text
+    assert "At step 130 the loss was 9.000" in found.text and "2 spikes in all" in found.text
+    del both[200]
+    (found,) = found_in(tmp_path / "back", change=change)
+    assert found.severity == "look" and "the loss came back" in found.text
+
+
 def test_losses_that_are_not_finite(tmp_path):
     (found,) = found_in(tmp_path / "nan", change=steps(since=150, loss=math.nan))
     assert (found.severity, found.step) == ("serious", 150) and "51 losses are infinite or NaN" in found.text
@@ -364,6 +378,18 @@ def test_validation_loss_against_the_reference(tmp_path, offset, fires):
     assert len(found) == fires
     if fires:
         assert "0.200 nats above that of bf16" in found[0].text and "since step 25" in found[0].text
+
+
+@pytest.mark.parametrize(("gone", "since"), [((75, 100), 125), ((200,), None)], ids=["again", "no more"])
+def test_a_gap_to_the_reference_is_told_from_where_it_lasts_to_the_end(tmp_path, gone, since):
+    def change(step: int, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"loss": row["loss"] + 0.2} if row["kind"] == "evaluation" and step not in gone else row
+
+    reference = RunReader(write_run(tmp_path / "bf16"))
+    run = RunReader(write_run(tmp_path / "narrow", change=change))
+    found = [each for each in attention(run, reference) if each.rule == "reference"]
+    assert [each.step for each in found] == ([since] if since else [])
+    assert all(f"since step {since}." in each.text for each in found)
 
 
 def test_a_run_that_ended_early(tmp_path):
