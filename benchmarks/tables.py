@@ -64,6 +64,7 @@ def whole(results: dict[str, dict[str, Any]]) -> str:
         ]
         for name, figure in rows:
             outcome = "met" if is_met(figure) else "missed"
+            name = name.replace("|", "\\|")  # which would end the cell
             lines.append(f"| {name} | {figure['measured']:.3f} | {goal(figure)} | {outcome} |")
         files = [(each["path"].name, each["hardware"]) for each in results.values() if script_of(each) == topic]
         sources = [f"`{name}` ({hardware['device']}, {hardware['threads']} threads)" for name, hardware in files]

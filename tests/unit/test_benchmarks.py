@@ -74,6 +74,7 @@ def checkout(tmp_path):
             "above": {"measured": 0.5, "at_least": 0.1, "at_most": 0.4},
             "within": {"measured": -0.01, "expected": 0.0, "at_least": -0.03, "at_most": 0.03},
             "lost": {"measured": float("nan"), "at_most": 1.0},
+            "|a - b|": {"measured": 0.5, "at_most": 1.0},
         },
     }.items():
         result = {
@@ -98,8 +99,9 @@ def test_the_table_has_the_newest_results_losses_among_the_wins(checkout):
     assert "| above | 0.500 | 0.1 to 0.4 | missed |" in text
     assert "| within | -0.010 | -0.03 to 0.03 | met |" in text
     assert "| lost | nan | <= 1 | missed |" in text
+    assert "| \\|a - b\\| | 0.500 | <= 1 | met |" in text
     assert "`2026-02-01-cpu-speed.json` (a CPU, 2 threads)" in text
-    assert "| x.py | 2 of 5 | [`x.py`](benchmarks/x.py) |" in summary
+    assert "| x.py | 3 of 6 | [`x.py`](benchmarks/x.py) |" in summary
     assert [line for line in summary.splitlines() if line.startswith("- ")] == [
         "- gap: 0.500, goal >= 1",
         "- above: 0.500, goal 0.1 to 0.4",
