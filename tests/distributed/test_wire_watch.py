@@ -38,6 +38,14 @@ def test_what_is_encoded_is_compared_with_what_arrives(spec: ng.CastSpec) -> Non
     assert sum(watch.tallies["grad_comm"].read().bins or []) == 600
 
 
+def test_what_was_zero_is_not_flushed() -> None:
+    values = torch.tensor([[0.0] * 48 + [1.0] * 15 + [1e-9]])
+    with wire_watch.watching(has_bins=True) as watch:
+        codec.encode(values, ng.CastSpec(ng.formats.E4M3FN, ng.Block(1, 64), ng.E8M0_UP))
+    found = watch.tallies["collective"].read()
+    assert found.measures()["flushed"] == 1 / 64 and found.zeros == 48
+
+
 def test_means_are_compared_before_and_after_their_rounding() -> None:
     rows = torch.randn(4, 256)
     sent = codec.encode(rows, MX)

@@ -130,6 +130,26 @@ def test_a_gradient_has_the_error_of_its_cast_and_its_zeros() -> None:
     assert histogram["low"] + len(histogram["counts"]) - 1 == math.floor(math.log2(measures["amax"]))
 
 
+def test_a_gradient_that_is_clipped_has_the_magnitude_of_its_cast() -> None:
+    model, optimizer = prepared("narrow8")
+    wide: dict[str, Tensor] = {}
+    model.get_submodule("up").weight.register_hook(lambda grad: wide.update(grad=grad.detach().clone()))
+
+    def clip(*_: object) -> None:
+        ng.optim.clip_grad_norm_(model.parameters(), 1e-3)
+
+    optimizer.register_step_pre_hook(clip)
+    observation = ng.observe.Observation(model, optimizer, every=1, histograms_every=1)
+    with observation.step(1):
+        step(model, optimizer, 1)
+    found = observation.read()
+    assert found is not None and found.histograms is not None
+    assert found.layers["up"]["grad"]["amax"] == wide["grad"].abs().max().item()
+    assert found.layers["up"]["grad"]["sqnr_db"] > 25
+    histogram = found.histograms["up"]["grad"]
+    assert histogram["low"] + len(histogram["counts"]) - 1 == math.floor(math.log2(wide["grad"].abs().max().item()))
+
+
 def test_moments_have_the_error_of_their_storage() -> None:
     model, optimizer = prepared("narrow8")
     step(model, optimizer, 1)
@@ -214,6 +234,44 @@ def test_an_observation_that_is_off_touches_nothing(monkeypatch: pytest.MonkeyPa
     with observation.step(50):
         step(model, optimizer, 1)
     assert observation.read() is None
+
+
+def test_histograms_come_at_every_fourth_sample_where_nothing_else_is_asked_for() -> None:
+    observation = ng.observe.Observation(nn.Linear(2, 2), every=2)
+    found = {}
+    for number in range(1, 17):
+        with observation.step(number):
+            pass
+        seen = observation.read()
+        if seen is not None:
+            found[number] = seen.histograms is not None
+    assert found == {number: number % 8 == 0 for number in range(2, 17, 2)}
+
+
+def test_of_several_processes_the_figures_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that saw the same: twice the values, and the same shares."""
+
+    def gather(everyone: list[object], mine: object) -> None:
+        everyone[:] = [mine, mine]
+
+    found = []
+    for processes in (1, 2):
+        model, optimizer = prepared("narrow8")
+        observation = ng.observe.Observation(model, optimizer, every=1, histograms_every=1)
+        with observation.step(1):
+            step(model, optimizer, 1)
+        with monkeypatch.context() as patch:
+            if processes == 2:
+                patch.setattr(torch.distributed, "is_initialized", lambda: True)
+                patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+                patch.setattr(torch.distributed, "all_gather_object", gather)
+            found.append(observation.read())
+    alone, both = found
+    assert alone is not None and both is not None and alone.histograms and both.histograms
+    assert both.layers == alone.layers
+    for role in ("input", "grad", "exp_avg"):
+        one, two = alone.histograms["up"][role], both.histograms["up"][role]
+        assert two == {**one, "counts": [2 * count for count in one["counts"]], "zeros": 2 * one["zeros"]}
 
 
 def test_layers_come_back_as_they_were_after_an_error_in_a_sampled_step() -> None:

@@ -202,6 +202,11 @@ def test_a_flushed_second_moment_is_widened_in_place_and_keeps_what_it_holds() -
         assert storage.spec_of(after["exp_avg_sq"]) == storage.spec_of(before["exp_avg_sq"])
 
 
+def test_a_moment_is_not_narrowed_again_where_that_would_flush_it_again() -> None:
+    run = Run("narrow8", ACT, narrow_v).go_to(28)  # calm for four samples, where two would do
+    assert run.told[1:] == [(9, "promote", "2", "exp_avg_sq")]
+
+
 def test_moments_are_cast_once_and_zeros_get_the_least_they_can_have_been() -> None:
     p = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
     optimizer = ng.optim.AdamW([("p", p)], betas=(0.9, 0.95), exp_avg_sq=ng.CastSpec(F.UINT8), keep_nonzero=False,
