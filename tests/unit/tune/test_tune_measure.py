@@ -13,8 +13,8 @@ from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.gpt import GPT
 from narrowgauge.observe.ledger import SavedActivations
 from narrowgauge.recipes.library import recipe
-from narrowgauge.recipes.spec import Recipe
-from narrowgauge.tune.choices import choices_of, ends, put, recipe_of, tunable, wide
+from narrowgauge.recipes.spec import GEMMS, Recipe
+from narrowgauge.tune.choices import Choice, choices_of, ends, put, recipe_of, tunable, wide
 from narrowgauge.tune.measure import Effect, costs_of, measure, slope_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +62,13 @@ def test_the_choices_are_the_compute_dtype_and_the_casts_of_the_names() -> None:
     assert found["nvfp4"].recipe.hadamard is not None and found["nvfp4"].recipe.first_last == (0, 0)
     (gw_hp,) = choices_of(BASE, ("fp8_rowwise_gw_hp",))[1:]
     assert gw_hp.relative_time == pytest.approx((0.5 + 0.5 + 1) / 3)  # grad_weight stays in bf16
+
+
+def test_a_product_is_as_slow_as_its_wider_operand() -> None:
+    narrow = recipe("fp8_current")
+    mine = Choice("mine", wide(BASE).replace(input=narrow.input, grad_output=narrow.grad_output))
+    assert [mine.bits(gemm) for gemm in GEMMS] == [16, 16, 8]  # the weight stays wide
+    assert mine.relative_time == pytest.approx((1 + 1 + 0.5) / 3)
 
 
 def test_what_is_stored_and_sent_stays_the_base_recipes() -> None:

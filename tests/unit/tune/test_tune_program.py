@@ -77,6 +77,17 @@ def test_no_choice_beats_a_point_of_the_front_in_loss_and_bytes(seed: int) -> No
     assert points[0].bytes == min(size for _, size, _ in possible) and points[-1].loss == 0
 
 
+@pytest.mark.parametrize("along", ["bytes", "time"])
+def test_every_point_of_the_front_keeps_to_the_other_limits(along: str) -> None:
+    problem = random_problem(5, layers=4, choices=3)
+    wide = point(problem, [0] * 4)
+    other = Budget(time=0.6 * wide.time) if along == "bytes" else Budget(bytes=0.6 * wide.bytes)
+    for budget in (Budget(wide_layers=1), other):
+        possible, points = every_choice(problem, budget), front(problem, budget, along)
+        assert points and all((each.loss, each.bytes, each.time) in possible for each in points)
+        assert points[-1].loss == min(possible)[0] > 0
+
+
 def test_a_choice_whose_loss_is_not_finite_is_never_taken() -> None:
     problem = Problem([[0.0, math.inf], [0.0, 1.0], [0.0, math.nan]], [[10, 1]] * 3, [[1, 0.5]] * 3)
     assert solve(problem, Budget(bytes=21)).chosen == (0, 1, 0)
