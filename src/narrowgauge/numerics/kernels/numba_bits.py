@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from narrowgauge.numerics.companding import LINEAR, SQUARE_ROOT, Companding, limit_of
 from narrowgauge.numerics.formats import Format
 
-INFINITY = np.int32(0x7F800000)
-MAGNITUDE = np.int32(0x7FFFFFFF)
-SIGN = np.int32(-0x80000000)
-NAN = np.int32(0x7FC00000)
+i32 = np.int32
+
+INFINITY = i32(0x7F800000)
+MAGNITUDE = i32(0x7FFFFFFF)
+SIGN = i32(-0x80000000)
+NAN = i32(0x7FC00000)
 
 # options of what only other kernels call: without entries for Python and for C it compiles in four fifths of the time
 INNER = {"cache": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -171,3 +173,10 @@ def fill_16(typing_context: Any, array: Any, i: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), codegen
+
+
+@njit(**INNER)
+def bfloat16_bits(bits: int) -> int:
+    """Bits of bfloat16, rounded to nearest even from those of a float32."""
+    rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
+    return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded

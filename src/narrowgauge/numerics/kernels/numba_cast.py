@@ -21,6 +21,7 @@ from narrowgauge.numerics.kernels.numba_bits import (
     MAGNITUDE,
     NAN,
     SIGN,
+    bfloat16_bits,
     bits_of,
     float_of,
     shift_right,
@@ -117,11 +118,7 @@ def decode(codes: Any, scale: float, mantissa_bits: int, values: Any) -> None:
         half = i16(i16(code << 7) & i16(-0x4001)) if is_e4m3 else i16(code << 8)
         half = i16(0x7E00) if i16(half & i16(0x7FFF)) == nan else half
         bits = bits_of(f32(f32(widen(half) * rebias) * scale))
-        if values.itemsize == 2:
-            rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
-            values[i] = i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
-        else:
-            values[i] = bits
+        values[i] = bfloat16_bits(bits) if values.itemsize == 2 else bits
 
 
 @njit(nogil=True, cache=True)

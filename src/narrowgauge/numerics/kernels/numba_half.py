@@ -14,6 +14,7 @@ from narrowgauge.numerics.formats import FP16
 from narrowgauge.numerics.kernels.numba_bits import (
     INFINITY,
     MAGNITUDE,
+    bfloat16_bits,
     bits_of,
     float_of,
     layout,
@@ -56,11 +57,7 @@ def decode(codes: Any, scale: float, values: Any) -> None:
     scale = f32(scale)
     for i in range(len(codes)):
         bits = bits_of(f32(widen(codes[i]) * scale))
-        if values.itemsize == 2:
-            rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
-            values[i] = i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
-        else:
-            values[i] = bits
+        values[i] = bfloat16_bits(bits) if values.itemsize == 2 else bits
 
 
 @njit(nogil=True, cache=True)

@@ -19,6 +19,7 @@ from narrowgauge.numerics.kernels.numba_bits import (
     MAGNITUDE,
     NAN,
     SIGN,
+    bfloat16_bits,
     bits_of,
     float_of,
     shift_right,
@@ -114,13 +115,6 @@ def carry_row(scaled: Any, layout: Any, factors: Any, carrier: Any) -> None:
         value = i32((NAN if magnitude > INFINITY else value) | i32(bits & SIGN))
         product = bits_of(f32(float_of(value) * factors[i]))
         carrier[i] = bfloat16_bits(product) if carrier.itemsize == 2 else product
-
-
-@njit(**INNER)
-def bfloat16_bits(bits: int) -> int:
-    """Bits of bfloat16, rounded to nearest even from those of a float32."""
-    rounded = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
-    return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else rounded
 
 
 @njit(**INNER)

@@ -18,6 +18,7 @@ from narrowgauge.numerics.kernels.numba_bits import (
     INNER,
     MAGNITUDE,
     NAN,
+    bfloat16_bits,
     bits_of,
     float_of,
     layout,
@@ -164,7 +165,7 @@ def accumulate_row(codes: Any, factors: Any, layout: Any, scratch: Any, total: A
 def narrow_row(values: Any, out: Any) -> None:
     """out = values, bits of float32, in bfloat16, rounded once."""
     for i in range(len(out)):
-        out[i] = numba_rows.bfloat16_bits(values[i])
+        out[i] = bfloat16_bits(values[i])
 
 
 @njit(**INNER)

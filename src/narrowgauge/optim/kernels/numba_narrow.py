@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from narrowgauge.numerics.kernels.numba_bits import INFINITY, INNER, MAGNITUDE, bits_of, float_of
+from narrowgauge.numerics.kernels.numba_bits import INFINITY, INNER, MAGNITUDE, bfloat16_bits, bits_of, float_of
 from narrowgauge.optim.kernels.numba_memory import load, standalone, store
 from narrowgauge.optim.kernels.numba_moments import (
     INT8_MAX,
@@ -22,7 +22,7 @@ from narrowgauge.optim.kernels.numba_moments import (
     scale_of,
     stored,
 )
-from narrowgauge.optim.kernels.numba_parameters import e4m3, joined, residual_of, rounded
+from narrowgauge.optim.kernels.numba_parameters import e4m3, joined, residual_of
 from narrowgauge.optim.kernels.numba_rules import quotient
 
 i8, i16, i32, f32, u8, u16 = np.int8, np.int16, np.int32, np.float32, np.uint8, np.uint16
@@ -68,7 +68,7 @@ def _write(
     for i in range(n):
         x = load(1, f32, new, i)
         is_same = load(0, f32, old, i) == x
-        hi = rounded(bits_of(x))
+        hi = bfloat16_bits(bits_of(x))
         store(4, u16, param, at + i, load(4, u16, param, at + i) if is_same else u16(hi))
         store(5, i8, master, at + i, load(5, i8, master, at + i) if is_same else i8(residual_of(x, hi)))
         first, size = load(2, f32, m, i), load(3, f32, root, i)

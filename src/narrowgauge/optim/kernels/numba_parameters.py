@@ -9,7 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from narrowgauge.numerics.kernels.numba_bits import INFINITY, INNER, MAGNITUDE, bits_of, float_of, shift_right, widen
+from narrowgauge.numerics.kernels.numba_bits import (
+    INFINITY,
+    INNER,
+    MAGNITUDE,
+    bfloat16_bits,
+    bits_of,
+    float_of,
+    shift_right,
+    widen,
+)
 from narrowgauge.optim.kernels.numba_memory import load, standalone, store
 
 i8, i16, i32, f32 = np.int8, np.int16, np.int32, np.float32
@@ -110,13 +119,6 @@ def load_remainder(source: int, master: int, at: int, n: int, out: int) -> None:
 
 
 @njit(**INNER)
-def rounded(bits: int) -> int:
-    """Bits of bfloat16 to nearest even, from those of float32."""
-    upper = i32(shift_right(i32(bits + i32(0x7FFF) + i32(shift_right(bits, i32(16)) & i32(1))), i32(16)))
-    return i32(0x7FC0) if i32(bits & MAGNITUDE) > INFINITY else upper
-
-
-@njit(**INNER)
 def store_float(new: int, target: int, at: int, n: int) -> None:
     """target = new, in float32."""
     standalone()
@@ -129,7 +131,7 @@ def store_bfloat(new: int, target: int, at: int, n: int) -> None:
     """target = new, in bfloat16 to nearest even."""
     standalone()
     for i in range(n):
-        store(1, u16, target, at + i, u16(rounded(bits_of(load(0, f32, new, i)))))
+        store(1, u16, target, at + i, u16(bfloat16_bits(bits_of(load(0, f32, new, i)))))
 
 
 @njit(**INNER)
@@ -153,7 +155,7 @@ def store_residual(old: int, new: int, target: int, master: int, at: int, n: int
     for i in range(n):
         x = load(1, f32, new, i)
         is_same = load(0, f32, old, i) == x
-        hi = rounded(bits_of(x))
+        hi = bfloat16_bits(bits_of(x))
         store(2, u16, target, at + i, load(2, u16, target, at + i) if is_same else u16(hi))
         store(3, i8, master, at + i, load(3, i8, master, at + i) if is_same else i8(residual_of(x, hi)))
 

@@ -163,6 +163,18 @@ def _update(
 
 
 @njit(**INNER)
+def _take(
+    rule: int, row: Any, h: Any, at: int, n: int, tile: int, p: int, g: int, m: int, v: int, root: int, new: int
+) -> None:
+    """Read `n` values from `at` on, and leave in m, v, root and new what the rule makes of them."""
+    _load_param(row, at, n, p)
+    _load_grad(row, at, n, g)
+    _load_moment(row, _FIRST, at, n, tile, m)
+    _load_moment(row, _SECOND, at, n, tile, v)
+    _update(rule, row[_FIRST] != _NO_MOMENT, p, g, m, v, root, new, n, h)
+
+
+@njit(**INNER)
 def _is_narrow(rule: int, row: Any, h: Any) -> bool:
     return (
         rule == _ADAM and row[_PARAM_KIND] == _RESIDUAL and row[_GRAD_KIND] == _E4M3 and row[_FIRST] == _SIGNED
@@ -188,11 +200,7 @@ def _measure_tiles(rule: int, row: Any, h: Any, first: int, last: int, scratch: 
         tiles = min(RUN // width, last - tile, across - in_row)
         at = tile // across * columns + in_row * width
         n = min(tiles * width, columns - in_row * width)
-        _load_param(row, at, n, p)
-        _load_grad(row, at, n, g)
-        _load_moment(row, _FIRST, at, n, tile, m)
-        _load_moment(row, _SECOND, at, n, tile, v)
-        _update(rule, row[_FIRST] != _NO_MOMENT, p, g, m, v, root, new, n, h)
+        _take(rule, row, h, at, n, tile, p, g, m, v, root, new)
         most_first = max(most_first, moments.largest_of(m, 0, n)) if row[_FIRST] == _SCALED_MOMENT else most_first
         most_second = max(most_second, moments.largest_of(v, 0, n)) if row[_SECOND] == _SCALED_MOMENT else most_second
         if row[_PARAM_KIND] >= _SCALED:
@@ -234,11 +242,7 @@ def step_tiles(
         tiles = min(RUN // width, last - tile, across - in_row)
         at = tile // across * columns + in_row * width
         n = min(tiles * width, columns - in_row * width)
-        _load_param(row, at, n, p)
-        _load_grad(row, at, n, g)
-        _load_moment(row, _FIRST, at, n, tile, m)
-        _load_moment(row, _SECOND, at, n, tile, v)
-        _update(rule, row[_FIRST] != _NO_MOMENT, p, g, m, v, root, new, n, h)
+        _take(rule, row, h, at, n, tile, p, g, m, v, root, new)
         most_first = max(most_first, _store_moment(row, _FIRST, at, n, tile, m, root, scales))
         most_second = max(most_second, _store_moment(row, _SECOND, at, n, tile, v, root, scales))
         _store_param(row, at, n, p, new, words, key, scales)
