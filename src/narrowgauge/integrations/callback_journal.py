@@ -64,19 +64,15 @@ class CallbackJournal:
 
     def sampled(self, step: int, found: Precision) -> None:
         """What a sampled step showed."""
-        self.write("precision", step, layers=found.layers)
-        if found.histograms is not None:
-            self.write("histograms", step, layers=found.histograms)
+        for kind, fields in found.rows().items():
+            self.write(kind, step, **fields)
 
     def stepped(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Bytes by role, once, while the first step's gradients are there."""
         if self._has_bytes:
             return
         self._has_bytes = True
-        found = ledger(model, current(getattr(optimizer, "optimizer", optimizer)))
-        self.write(
-            "bytes", step, roles=dict(found.roles), parameters=found.parameters, activation=None, wire=found.wire
-        )
+        self.write("bytes", step, **ledger(model, current(getattr(optimizer, "optimizer", optimizer))).row())
 
     def logged(self, step: int, logs: Mapping[str, Any], skipped: bool) -> None:
         """A step's figures, or an evaluation's, as transformers logs them."""

@@ -66,6 +66,15 @@ class Ledger:
         by_device = {device: dict(roles) for device, roles in self.devices.items()}
         return dict(zip(KEYS, (self.parameters, sizes, shares, by_device), strict=True))
 
+    def row(self) -> dict[str, Any]:
+        """The fields of a journal's row of bytes."""
+        return {
+            "roles": dict(self.roles),
+            "parameters": self.parameters,
+            "activation": self.activation,
+            "wire": self.wire,
+        }
+
     def __str__(self) -> str:
         # on one device, which it is goes without saying
         places = self.devices if len(self.devices) > 1 else {}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from narrowgauge.distributed.meeting_point import has_peers
 from narrowgauge.layers.statistics import Statistics, collect
 from narrowgauge.numerics.tally import Figures
 from narrowgauge.observe.state_statistics import StateStatistics, watched
@@ -30,6 +31,11 @@ class Precision(NamedTuple):
 
     layers: Layers
     histograms: Histograms | None
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """{kind: fields} of the rows that a journal has of it."""
+        found: dict[str, dict[str, Any]] = {"precision": {"layers": self.layers}}
+        return found if self.histograms is None else found | {"histograms": {"layers": self.histograms}}
 
 
 class Observation:
@@ -134,7 +140,7 @@ def _histograms(found: Found) -> Histograms:
 
 def _of_all_ranks(found: Found) -> Found:
     """The figures of all processes together: those of a layer that several have parts of, or run, are merged."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not has_peers():
         return found
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)

@@ -32,6 +32,10 @@ def worst_by_role(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> di
         for role, measures in roles.items():
             worst = found.setdefault(role, {})
             for measure, value in measures.items():
-                choose = min if measure == "sqnr_db" else max
-                worst[measure] = choose(worst.get(measure, value), value)
+                worst[measure] = worse(measure, worst.get(measure, value), value)
     return found
+
+
+def worse(measure: str, a: float, b: float) -> float:
+    """Of two values of a measure the one that is in more trouble: the lower sqnr_db, the larger of all else."""
+    return min(a, b) if measure == "sqnr_db" else max(a, b)

@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge.train.guard_decisions import Decision
+
 if TYPE_CHECKING:
     from narrowgauge.layers.report import ConversionReport
     from narrowgauge.observe.ledger import Ledger
@@ -96,18 +98,8 @@ class Skipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardActed(Event):
-    """The guard decided something: the fields of `train.guard_decisions.Decision`."""
-
-    action: str
-    layer: str | None
-    role: str | None
-    measure: str
-    value: float
-    threshold: float
-    before: str
-    after: str
-    message: str
+class GuardActed(Event, Decision):
+    """The guard decided something."""
 
 
 @dataclass(frozen=True, kw_only=True)

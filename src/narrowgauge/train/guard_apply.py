@@ -13,6 +13,7 @@ from narrowgauge.layers import delayed
 from narrowgauge.layers.convert import take_up
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.numerics import scaling
+from narrowgauge.observe.run_header import layer_of
 from narrowgauge.optim import storage
 from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.recipes.spec import CastSpec, Recipe
@@ -96,7 +97,7 @@ def _seed(layer: RecipeLayer, role: str, amax: float) -> None:
 class Moments:
     """The moments of an optimizer that the guard may keep in other formats, by label and role.
 
-    A parameter's label is its name without a final ".weight", as in the journal. Of torch's own optimizers there are
+    A parameter's label is `layer_of` its name, as in the journal. Of torch's own optimizers there are
     none: they keep float32.
     """
 
@@ -107,7 +108,7 @@ class Moments:
         """(label, parameter) of all parameters."""
         if self.optimizer is not None:
             for p in self.optimizer.parameters():
-                yield label_of(self.optimizer.name_of(p)), p
+                yield layer_of(self.optimizer.name_of(p)), p
 
     def spec(self, p: Tensor, role: str) -> CastSpec | None:
         """The format of the moment with that role; None where the optimizer keeps none."""
@@ -164,8 +165,3 @@ class Moments:
         moved = first != 0
         count = int(moved.sum())
         return int((moved & (second == 0)).sum()) / count if count else 0.0
-
-
-def label_of(parameter: str) -> str:
-    """How rows of the journal call a parameter."""
-    return parameter.removesuffix(".weight")

@@ -11,9 +11,10 @@ from torch import nn
 
 from narrowgauge.distributed.meeting_point import has_peers
 from narrowgauge.numerics.rounding import NONZERO
+from narrowgauge.observe.shares import worse
 from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES, CastSpec
 from narrowgauge.train.guard_apply import Moments, layers_of
-from narrowgauge.train.guard_ladder import FLUSHED, SQNR_DB, Rung
+from narrowgauge.train.guard_ladder import FLUSHED, Rung
 
 Key = tuple[str, str]  # layer or parameter, role
 Measures = Mapping[str, float]
@@ -81,6 +82,5 @@ def merged(parts: Iterable[Mapping[Key, Sample]]) -> dict[Key, Sample]:
 
 
 def _worse(a: Measures, b: Measures) -> Measures:
-    pick = {SQNR_DB: min}
-    both = {measure: pick.get(measure, max)(a[measure], b[measure]) for measure in a.keys() & b.keys()}
+    both = {measure: worse(measure, a[measure], b[measure]) for measure in a.keys() & b.keys()}
     return {**a, **b, **both}

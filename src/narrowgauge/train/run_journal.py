@@ -74,18 +74,12 @@ class RunJournal:
 
     def precision(self, found: Precision) -> None:
         """Write what a sampled step showed."""
-        self.write("precision", layers=found.layers)
-        if found.histograms is not None:
-            self.write("histograms", layers=found.histograms)
+        for kind, fields in found.rows().items():
+            self.write(kind, **fields)
 
     def bytes(self, found: Ledger) -> None:
         """Write bytes by role, where they are not those written last."""
-        fields = {
-            "roles": dict(found.roles),
-            "parameters": found.parameters,
-            "activation": found.activation,
-            "wire": found.wire,
-        }
+        fields = found.row()
         if fields != self._bytes:
             self._bytes = fields
             self.write("bytes", **fields)

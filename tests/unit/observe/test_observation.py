@@ -264,6 +264,7 @@ def test_of_several_processes_the_figures_are_merged(monkeypatch: pytest.MonkeyP
             if processes == 2:
                 patch.setattr(torch.distributed, "is_initialized", lambda: True)
                 patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+                patch.setattr(torch.distributed, "get_backend", lambda: "gloo")
                 patch.setattr(torch.distributed, "all_gather_object", gather)
             found.append(observation.read())
     alone, both = found
