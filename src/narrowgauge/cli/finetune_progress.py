@@ -70,7 +70,7 @@ class FinetuneReporter(Reporter):
 
     def ended(self, event: Ended) -> None:
         """Print the closing tables."""
-        self.__exit__(None, None, None)
+        self.take_down()
         if self.as_json:
             print_json(closing_figures(event))
             return

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import BarColumn, TextColumn
 
 from narrowgauge.cli.console import messages, output, print_json, print_table
+from narrowgauge.cli.live_line import LiveLine
 from narrowgauge.cli.precision_view import LiveView
 from narrowgauge.observe.ledger import KEYS as LEDGER_KEYS
 from narrowgauge.train import events
@@ -28,7 +27,7 @@ TROUBLE_SHARE = 0.02
 SMOOTHING = 0.1
 
 
-class Reporter(AbstractContextManager["Reporter"]):
+class Reporter(LiveLine[LiveView]):
     """A listener for `train.run`: call it with each event. Use as a context, so that the live line is taken down.
 
     `log_every` is the number of steps between plain lines; a terminal shows every step. `as_json`: standard output gets
@@ -39,19 +38,9 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.console = console or (messages() if as_json else output())
         self.as_json = as_json
         self.log_every = max(1, log_every)
-        self._live: LiveView | None = None
-        self._task: TaskID | None = None
         self._step_s = 0.0
         self._steps_timed = 0
         self._trouble = ""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the live line down."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def __call__(self, event: events.Event) -> None:
         """Render one event; unknown kinds are passed over."""
@@ -155,13 +144,13 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def sampled(self, event: events.Sampled) -> None:
         """Print the text that the model wrote."""
-        self.__exit__(None, None, None)
+        self.take_down()
         self.say("\nsample", "bold")
         self.console.print(escape(event.prompt) + f"[green]{escape(event.text)}[/]", soft_wrap=True, highlight=False)
 
     def finished(self, event: events.Finished) -> None:
         """Print the closing table."""
-        self.__exit__(None, None, None)
+        self.take_down()
         if self.as_json:
             print_json(closing_figures(event))
             return

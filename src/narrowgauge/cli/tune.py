@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from narrowgauge.cli.arguments import Parser
+from narrowgauge.cli.live_line import LiveLine
 from narrowgauge.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from rich.console import Console
-    from rich.progress import Progress, TaskID
 
     from narrowgauge.tune.options import Options
     from narrowgauge.tune.options import Progress as Told
@@ -156,15 +156,13 @@ def _refuse(words: Sequence[str]) -> None:
             raise ConfigError(f"{word}: an option of train that tune has no use for: leave it out")
 
 
-class Reporter(AbstractContextManager["Reporter"]):
+class Reporter(LiveLine[Progress]):
     """Shows progress: one live line on a terminal, a line for each stage elsewhere."""
 
     def __init__(self, as_json: bool, console: Console | None = None) -> None:
         from narrowgauge.cli.console import messages, output
 
         self.console = console or (messages() if as_json else output())
-        self._live: Progress | None = None
-        self._task: TaskID | None = None
         self._text = ""
 
     def __call__(self, told: Told) -> None:
@@ -176,8 +174,6 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._text = told.text
 
     def _show(self, told: Told) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
         if self._live is None:
             columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn())
             self._live = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
@@ -188,14 +184,6 @@ class Reporter(AbstractContextManager["Reporter"]):
                 self._live.console.print(f"{self._text}: done", style="dim", markup=False)
             self._task = self._live.add_task(told.text, total=max(told.total, 1))
         self._live.update(self._task, completed=told.done)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the live line down."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
 
 def _print_tables(found: Tuned) -> None:
