@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.observe import journal
+from narrowgauge.train import folder as folders
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.run_folder import RunFolder
 
@@ -118,4 +119,14 @@ def ending() -> Callable[[Path], Ending]:
             {name: (checkpoint / name).read_bytes() for name in names},
         )
 
+    return read
+
+
+@pytest.fixture
+def sums_taken(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files whose checksums are taken to be compared, from now on; those of files just written do not count."""
+    read: list[Path] = []
+    sum_of = folders._sha256
+    monkeypatch.setattr(folders, "_sha256", lambda path: read.append(path) or sum_of(path))
+    monkeypatch.setattr(folders, "seal", lambda file: {"bytes": file.stat().st_size, "sha256": sum_of(file)})
     return read

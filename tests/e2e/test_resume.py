@@ -178,18 +178,12 @@ def test_a_damaged_checkpoint_names_the_last_good_one_which_works(damage: str, m
     assert ending(folder.path) == expected
 
 
-def test_the_sums_of_a_checkpoint_are_taken_once(make_config, monkeypatch) -> None:
+def test_the_sums_of_a_checkpoint_are_taken_once(make_config, sums_taken) -> None:
     folder = RunFolder(run(make_config("a")).run_dir)
     shutil.rmtree(folder.checkpoint(8))
-    read: list[Path] = []
-    sum_of = folders._sha256
-    monkeypatch.setattr(folders, "_sha256", lambda path: read.append(path) or sum_of(path))
-    monkeypatch.setattr(
-        folders, "seal", lambda file: {"bytes": file.stat().st_size, "sha256": sum_of(file)}
-    )  # no count
     resume(folder.path)
     files = sorted(file for file in folder.checkpoint(4).iterdir() if file.name != folders.MANIFEST)
-    assert sorted(read) == files
+    assert sorted(sums_taken) == files
 
 
 def test_a_named_checkpoint_is_used_and_an_unknown_one_lists_what_is_there(make_config, ending) -> None:

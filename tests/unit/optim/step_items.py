@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,10 @@ from narrowgauge.numerics.formats import BF16, E4M3FN, E5M2, FP16, FP32, INT8, U
 from narrowgauge.numerics.granularity import Block
 from narrowgauge.numerics.rounding import NONZERO
 from narrowgauge.numerics.scaling import TENSOR_POW2
-from narrowgauge.optim import storage
+from narrowgauge.optim import kernels, storage
+from narrowgauge.optim.kernels import Plan
 from narrowgauge.optim.rules import Adam, Hyper, Lion, Muon, Rule, Sgd
-from narrowgauge.optim.update import Item
+from narrowgauge.optim.update import Item, update
 from narrowgauge.recipes.cast_spec import CastSpec
 from narrowgauge.tensors.quantized import QuantizedTensor, quantize
 
@@ -91,3 +94,20 @@ def moved(item: Item, device: str) -> Item:
     master = None if item.master is None else item.master.to(device)
     moments = tuple(moment.to(device) for moment in item.moments)
     return item._replace(param=item.param.to(device), master=master, grad=item.grad.to(device), moments=moments)
+
+
+def check(rule: Rule, items: list[Item], steps: int = 1) -> None:
+    """The kernels take the items, and leave the bits of their slow twin, step after step."""
+    twins, plan = copy.deepcopy(items), Plan(rule)
+    for _ in range(steps):
+        assert all(kernels.takes(rule, item) for item in items)
+        assert plan.run(items, KEY) == []
+        for item, twin in zip(items, twins, strict=True):
+            update(rule, twin, KEY)
+            check_same(item, twin)
+
+
+def check_same(item: Item, twin: Item) -> None:
+    assert same_bits(item.param, twin.param), item
+    assert same_bits(item.master, twin.master), item
+    assert all(map(same_bits, item.moments, twin.moments)), item

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from step_items import ADAM, FIRST, GRADS, HYPERS, KEY, PARAMS, SECOND, SIGNED, UNSIGNED, make, same_bits, values
+from step_items import ADAM, FIRST, GRADS, HYPERS, KEY, PARAMS, SECOND, SIGNED, UNSIGNED, check, make, same_bits, values
 
 from narrowgauge.numerics.formats import E4M3FN, FP32
 from narrowgauge.numerics.granularity import PER_COLUMN, Block
@@ -21,18 +21,6 @@ from narrowgauge.optim.rules import Adam, Hyper, Lion, Rule
 from narrowgauge.optim.update import Item, update
 from narrowgauge.recipes.cast_spec import CastSpec
 from narrowgauge.tensors.quantized import quantize
-
-
-def check(rule: Rule, items: list[Item], steps: int = 1) -> None:
-    twins, plan = copy.deepcopy(items), Plan(rule)
-    for _ in range(steps):
-        assert all(kernels.takes(rule, item) for item in items)
-        assert plan.run(items, KEY) == []
-        for item, twin in zip(items, twins, strict=True):
-            update(rule, twin, KEY)
-            assert same_bits(item.param, twin.param), item
-            assert same_bits(item.master, twin.master), item
-            assert all(map(same_bits, item.moments, twin.moments)), item
 
 
 @pytest.mark.parametrize(("param", "grad"), [*itertools.product(PARAMS, GRADS)])

@@ -19,6 +19,8 @@ from step_items import (
     SIGNED,
     UNSIGNED,
     WHOLE_E4M3,
+    check,
+    check_same,
     make,
     same_bits,
     values,
@@ -45,22 +47,6 @@ MOMENTS = {
 }
 FP8_LM = MOMENTS["fp8_lm"]
 MINUS = Sgd(-1.0, 0.0, 1.0, False, 0.0, True)  # p + g: any value there is
-
-
-def check(rule: Rule, items: list[Item], steps: int = 1) -> None:
-    twins, plan = copy.deepcopy(items), Plan(rule)
-    for _ in range(steps):
-        assert all(kernels.takes(rule, item) for item in items)
-        assert plan.run(items, KEY) == []
-        for item, twin in zip(items, twins, strict=True):
-            update(rule, twin, KEY)
-            check_same(item, twin)
-
-
-def check_same(item: Item, twin: Item) -> None:
-    assert same_bits(item.param, twin.param)
-    assert same_bits(item.master, twin.master)
-    assert all(map(same_bits, item.moments, twin.moments))
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
