@@ -86,7 +86,9 @@ def compare(found: Tuned, label: str) -> tuple[dict[str, dict[str, float]], list
     for each in found.contenders.values():
         above, error = each.above(reference)
         told = f"{1e3 * above:+.2f}" + ("" if math.isnan(error) else f" +- {1e3 * error:.2f}")
-        rows.append([label, each.name, f"{each.bytes_per_token:,.0f}", f"{1e3 * each.predicted:.2f}", told])
+        expected = found.expected(each.assignment)
+        foretold = f"{1e3 * expected.value:.2f} +- {1e3 * expected.error:.2f}"
+        rows.append([label, each.name, f"{each.bytes_per_token:,.0f}", f"{1e3 * each.cost:.2f}", foretold, told])
     saved = saved_by_tuning(found)
     figures = {
         f"held-out loss, hand rule less tuned at equal bytes: {label}": {"measured": fmean(saved), "at_least": 0.0}
@@ -150,7 +152,7 @@ def main() -> int:
     some_figures, some_rows = compare_planted(found, PLANTED.format(block))
     figures, rows, results = figures | some_figures, rows + some_rows, results | {"planted": found.to_dict()}
 
-    header = ["", "layers", "bytes a token", "predicted, 1/1000 nat", "held-out loss above all wide, 1/1000 nat"]
+    header = ["", "layers", "bytes a token", "cost", "expected", "held-out loss above all wide, 1/1000 nat"]
     print(common.table(header, rows))
     for name, figure in figures.items():
         print(f"{name}: {figure['measured']:.4f}, goal {goal(figure)}  {'ok' if is_met(figure) else 'MISSED'}")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from narrowgauge.tune.estimate import Estimate
     from narrowgauge.tune.options import Options
     from narrowgauge.tune.options import Progress as Told
     from narrowgauge.tune.result import Tuned
@@ -188,55 +189,52 @@ class Reporter(LiveLine[Progress]):
 
 def _print_tables(found: Tuned) -> None:
     from narrowgauge.cli.console import print_table
+    from narrowgauge.tune.estimate import Estimate, whole
 
     print()
     narrow = found.choices[1:]
     rows = []
     for layer in found.layers:
-        effects = [found.measured.effects[layer, choice] for choice in narrow]
-        cells = [_with_error(effect.nats(found.slope), effect.nats_error(found.slope)) for effect in effects]
-        worst = effects[-1]
+        cells = [_told(found.cost(layer, choice)) for choice in narrow]
+        worst = found.measured.effects[layer, narrow[-1]]
         details = [f"{MILLI * worst.loss_change:+.2f}", f"{worst.grad_error:.3f}", f"{worst.own_grad_error:.3f}"]
         rows.append([layer, *cells, *details, found.tuned.assignment[layer]])
     last = narrow[-1]
     print_table(
-        "what each choice costs a layer, 1/1000 nat a token, +- its standard error",
+        "what each choice costs a layer over a whole training, 1/1000 nat a token, +- its standard error",
         ["layer", *narrow, f"{last}: loss", "gradients off", "own off", "chosen"],
         rows,
     )
     sums = [
-        [name, f"{MILLI * sum(found.nats(layer, name) for layer in found.layers):.2f}",
-         _with_error(effect.nats(found.slope), effect.nats_error(found.slope))]
+        [name, _told(found.expected(dict.fromkeys(found.layers, name))), _told(whole(effect, found.worth))]
         for name, effect in found.measured.together.items()
-    ]  # fmt: skip
-    print_table("do parts add up? 1/1000 nat a token", ["choice", "sum of layers", "all layers at once"], sums)
+    ]
+    print_table("do parts add up? of a short run, 1/1000 nat a token", ["choice", "sum of layers", "all at once"], sums)
     print_table(
-        "least predicted loss for a number of bytes (Pareto front)",
-        ["bytes a token", "time share", "1/1000 nat", "layers by choice"],
+        "least cost for a number of bytes (Pareto front)",
+        ["bytes a token", "time share", "cost, 1/1000 nat", "layers by choice"],
         [[f"{p.bytes:,.0f}", f"{p.time:.2f}", f"{MILLI * p.loss:.2f}", _counts(found, p.chosen)] for p in found.front],
     )
     reference = next(iter(found.contenders.values()))
     rows = []
     for each in found.contenders.values():
         above, error = each.above(reference)
-        measured = "" if each is reference else _with_error(above, error, sign="+")
+        measured = "" if each is reference else _told(Estimate(above, error))
+        expected = "" if each is reference else _told(found.expected(each.assignment))
         held_out = "" if math.isnan(each.held_out) else f"{each.held_out:.4f}"
         rows.append(
-            [each.name, f"{each.bytes_per_token:,.0f}", f"{each.time_share:.2f}", f"{MILLI * each.predicted:.2f}",
-             measured, held_out]
+            [each.name, f"{each.bytes_per_token:,.0f}", f"{each.time_share:.2f}", f"{MILLI * each.cost:.2f}",
+             expected, measured, held_out]
         )  # fmt: skip
-    print_table(
-        "short runs",
-        ["", "bytes a token", "time share", "predicted, 1/1000 nat", "measured, 1/1000 nat", "held-out loss"],
-        rows,
-    )
+    columns = ["", "bytes a token", "time share", "cost", "expected loss", "measured loss", "held-out loss"]
+    print_table(f"short runs: losses above {reference.name}, 1/1000 nat a token", columns, rows)
 
 
-def _with_error(value: float, error: float, sign: str = "") -> str:
-    if not math.isfinite(value):
+def _told(nats: Estimate) -> str:
+    if not math.isfinite(nats.value):
         return "not finite"
-    told = format(MILLI * value, f"{sign}.2f")
-    return told if math.isnan(error) else f"{told} +- {MILLI * error:.2f}"
+    told = f"{MILLI * nats.value:.2f}"
+    return told if math.isnan(nats.error) else f"{told} +- {MILLI * nats.error:.2f}"
 
 
 def _counts(found: Tuned, chosen: Sequence[int]) -> str:
@@ -253,7 +251,7 @@ def _comment(found: Tuned, argv: Sequence[str]) -> str:
     return (
         f"narrowgauge tune {shlex.join(argv)}\n"
         f"{_counts(found, [found.choices.index(tuned.assignment[layer]) for layer in found.layers])}; "
-        f"{tuned.bytes_per_token:,.0f} bytes a token; predicted {MILLI * tuned.predicted:.2f} thousandths of a nat "
-        f"above all layers in {found.wide}\n"
+        f"{tuned.bytes_per_token:,.0f} bytes a token; a cost of {MILLI * tuned.cost:.2f} thousandths of a nat "
+        f"over all layers in {found.wide}\n"
         "train with it: narrowgauge train --recipe FILE"
     )

@@ -1,11 +1,6 @@
 """Sensitivity of each layer to each choice: what the loss and the gradients of real batches lose by it alone.
 
-Two errors, in one unit. A cast in the forward pass raises the loss at once: the loss change, in nats. A wrong gradient
-costs steps: an error whose power is the share e^2 of the gradient's own raises the root mean square that Adam divides
-by, so that each step goes the share 1 / sqrt(1 + e^2) of its way, about e^2 / 2 less. Steps lost are nats lost, by the
-slope of the loss over the logarithm of the steps: the whole is  max(loss change, 0) + slope * e^2 / 2.  That error in
-forward passes acts like a smaller model, and in backward passes like less data, is what Castro et al. 2025
-(arXiv:2505.14669) find for training in FP4. It is a number to choose by; what training loses, short runs say.
+What that is worth is `estimate`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +33,6 @@ class Effect:
     loss_changes: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     own_errors: list[float] = field(default_factory=list)
-
-    def nats(self, slope: float) -> float:
-        """What the choice costs, in nats a token; infinite where a loss or a gradient was not finite.
-
-        slope: nats that e times as many steps gain.
-        """
-        cost = max(self.loss_change, 0.0) + slope * fmean(self.errors) / 2
-        return cost if math.isfinite(self.loss_change) and math.isfinite(cost) else math.inf
-
-    def nats_error(self, slope: float) -> float:
-        """The standard error of `nats`, from the spread over the batches."""
-        whole = [change + slope * error / 2 for change, error in zip(self.loss_changes, self.errors, strict=True)]
-        return stdev(whole) / math.sqrt(len(whole)) if len(whole) > 1 else math.nan
 
     @property
     def loss_change(self) -> float:

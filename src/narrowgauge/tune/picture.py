@@ -15,10 +15,12 @@ MILLI = 1e3
 
 
 def picture(tuned: Tuned, title: str) -> str:
-    """SVG: above, the front of predicted losses by bytes a token with the contenders; below, layer by layer what the
-    costliest choice costs, with the choice that was made."""
+    """SVG: above, what short runs by the front are expected to lose, by bytes a token, and the contenders; below, layer
+    by layer what the costliest choice costs, with the choice that was made."""
     grid, height = _grid(tuned, TOP + PLOT + 96)
-    note = "line and rings: predicted, the sum over the layers; discs: short runs, held-out loss above all layers wide"
+    note = (
+        "line and rings: expected of the short runs, by the sum over the layers; discs: what they lost of held-out text"
+    )
     lines = opening(title, note, WIDTH, height, len(tuned.contenders), ramp=True)
     return "\n".join([*lines, *_front(tuned), *grid, "</svg>"]) + "\n"
 
@@ -27,10 +29,13 @@ def _front(tuned: Tuned) -> list[str]:
     """Axes, the line of the front, and for each contender two marks and an entry in the key."""
     reference = next(iter(tuned.contenders.values()))
     marks = [
-        (each.name, each.bytes_per_token, MILLI * each.predicted, MILLI * each.above(reference)[0])
+        (
+            each.name, each.bytes_per_token, MILLI * tuned.expected(each.assignment).value,
+            MILLI * each.above(reference)[0],
+        )
         for each in tuned.contenders.values()
-    ]
-    points = [(point.bytes, MILLI * point.loss) for point in tuned.front]
+    ]  # fmt: skip
+    points = [(point.bytes, MILLI * tuned.expected(tuned.assignment_of(point)).value) for point in tuned.front]
     x0, x1 = extent([*(x for x, _ in points), *(x for _, x, *_ in marks)], is_log=False)
     y0, y1 = extent([*(y for _, y in points), *(y for _, _, *both in marks for y in both)], is_log=False)
 
@@ -53,19 +58,19 @@ def _front(tuned: Tuned) -> list[str]:
     ]
     trace = "L".join("{:.1f} {:.1f}".format(*place(x, y)) for x, y in points)
     lines.append(f'<path class="c0" style="fill: none" stroke-width="1.8" d="M{trace}"/>')
-    for at, (name, size, predicted, measured) in enumerate(marks):
-        lines += _contender(at, name, predicted, measured)
-        for value, style in ((predicted, ' style="fill: none" stroke-width="2"'), (measured, "")):
+    for at, (name, size, expected, measured) in enumerate(marks):
+        lines += _contender(at, name, expected, measured)
+        for value, style in ((expected, ' style="fill: none" stroke-width="2"'), (measured, "")):
             if math.isfinite(value):
                 x, y = place(size, value)
                 lines.append(f'<circle class="c{at}" cx="{x:.1f}" cy="{y:.1f}" r="{6 if style else 5}"{style}/>')
     return lines
 
 
-def _contender(at: int, name: str, predicted: float, measured: float) -> list[str]:
+def _contender(at: int, name: str, expected: float, measured: float) -> list[str]:
     """An entry of the key."""
     x, y = WIDTH - RIGHT + 24, TOP + 14 + KEY * at
-    told = [f"predicted {_signed(predicted)}"] + ([f"measured {_signed(measured)}"] if math.isfinite(measured) else [])
+    told = [f"expected {_signed(expected)}"] + ([f"measured {_signed(measured)}"] if math.isfinite(measured) else [])
     return [
         f'<circle class="c{at}" cx="{x}" cy="{y}" r="6"/>',
         f'<text x="{x + 14}" y="{y + 5}">{escape(name)}</text>',
@@ -91,7 +96,10 @@ def kinds_and_depths(layers: Sequence[str]) -> tuple[list[str], list[str], dict[
 
 def costliest(tuned: Tuned) -> str:
     """The choice that costs the layers the most."""
-    sums = {choice: math.fsum(_finite(tuned.nats(layer, choice)) for layer in tuned.layers) for choice in tuned.choices}
+    sums = {
+        choice: math.fsum(_finite(tuned.cost(layer, choice).value) for layer in tuned.layers)
+        for choice in tuned.choices
+    }
     return max(sums, key=sums.__getitem__)
 
 
@@ -105,7 +113,7 @@ def _grid(tuned: Tuned, top: int) -> tuple[list[str], int]:
     choice = costliest(tuned)
     left = 24 + max(int(7.8 * len(kind)) for kind in kinds)
     cell = min(MOST_CELL, (WIDTH - left - 20) / len(depths))
-    most = max(_finite(tuned.nats(layer, choice)) for layer in tuned.layers) or 1.0
+    most = max(_finite(tuned.cost(layer, choice).value) for layer in tuned.layers) or 1.0
     chosen = tuned.tuned.assignment
     has_room = cell > 60
     lines = [
@@ -117,7 +125,7 @@ def _grid(tuned: Tuned, top: int) -> tuple[list[str], int]:
         lines.append(f'<text class="note" x="{x:.1f}" y="{top + 26}" text-anchor="middle">{escape(name)}</text>')
     for layer, (kind, depth) in places.items():
         x, y = left + cell * depths.index(depth), top + 34 + ROW * kinds.index(kind)
-        nats = tuned.nats(layer, choice)
+        nats = tuned.cost(layer, choice).value
         colour = round((len(RAMP) - 1) * (1 - min(max(_finite(nats) / most, 0.0), 1.0)))
         told = f"{MILLI * nats:.1f}" if math.isfinite(nats) else "not finite"
         lines.append(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
 from narrowgauge.recipes.serialize import to_dict
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.tune.choices import Assignment
+from narrowgauge.tune.estimate import Estimate, Estimates, whole
 from narrowgauge.tune.measure import Costs, Measured
 from narrowgauge.tune.program import Point
 from narrowgauge.tune.verify import ShortRun
@@ -20,11 +22,11 @@ TUNED, HAND = "tuned", "hand rule"
 
 @dataclass(frozen=True)
 class Contender:
-    """One choice for all layers. predicted: nats above all wide, by the sum of the layers. runs: one for each seed."""
+    """One choice for all layers. cost: in nats, the sum of what was chosen by. runs: one for each seed."""
 
     name: str
     assignment: Assignment
-    predicted: float
+    cost: float
     bytes_per_token: float
     time_share: float
     runs: list[ShortRun] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Contender:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "name": self.name, "predicted": self.predicted, "bytes_per_token": self.bytes_per_token,
+            "name": self.name, "cost": self.cost, "bytes_per_token": self.bytes_per_token,
             "time_share": self.time_share, "held_out": [run.held_out for run in self.runs],
             "last_loss": [run.last_loss for run in self.runs], "assignment": dict(self.assignment),
         }  # fmt: skip
@@ -56,8 +58,9 @@ class Tuned:
     """The recipe, and all that it rests on.
 
     layers: names, in the model's order. choices: names, the wide one first. slope: nats that e times as many steps
-    gain. tokens: of a micro-batch, for which bytes are counted. front: of least predicted losses, by bytes a token.
-    contenders: all wide, all in the narrowest choice, HAND and TUNED.
+    gain; worth: what the short runs lose for all of their way, see `estimate`. tokens: of a micro-batch, for which
+    bytes are counted. front: of least costs, by bytes a token. contenders: all wide, all in the narrowest choice, HAND
+    and TUNED.
     """
 
     recipe: Recipe
@@ -66,6 +69,7 @@ class Tuned:
     measured: Measured
     costs: Mapping[tuple[str, str], Costs]
     slope: float
+    worth: float
     tokens: int
     front: Sequence[Point]
     contenders: Mapping[str, Contender]
@@ -84,38 +88,50 @@ class Tuned:
         """{layer: choice} of a point of the front."""
         return {layer: self.choices[at] for layer, at in zip(self.layers, point.chosen, strict=True)}
 
-    def nats(self, layer: str, choice: str) -> float:
-        """What a layer loses by a choice, in nats a token; 0 for the wide one."""
-        return 0.0 if choice == self.wide else self.measured.effects[layer, choice].nats(self.slope)
+    @cached_property
+    def estimates(self) -> Estimates:
+        return Estimates(self.measured)
+
+    def cost(self, layer: str, choice: str) -> Estimate:
+        """What a layer's choice is chosen by, in nats a token; 0 for the wide one."""
+        return self.estimates.cost(layer, choice, self.slope)
+
+    def expected(self, assignment: Assignment) -> Estimate:
+        """What a short run is expected to lose, in nats a token above all wide, by the sum of the layers."""
+        return self.estimates.expected(assignment, self.worth)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         effects = [
             {
                 "layer": layer, "choice": choice, "loss_change": effect.loss_change, "grad_error": effect.grad_error,
-                "own_grad_error": effect.own_grad_error, "nats": effect.nats(self.slope),
-                "nats_error": effect.nats_error(self.slope), "bytes": self.costs[layer, choice].bytes,
+                "own_grad_error": effect.own_grad_error, "cost": self.cost(layer, choice).value,
+                "cost_error": self.cost(layer, choice).error, "bytes": self.costs[layer, choice].bytes,
                 "loss_changes": effect.loss_changes, "errors": effect.errors,
             }
             for (layer, choice), effect in self.measured.effects.items()
         ]  # fmt: skip
         together = {
             name: {
-                "nats": effect.nats(self.slope),
-                "sum_of_layers": sum(self.nats(layer, name) for layer in self.layers),
+                "expected": vars(self.expected(dict.fromkeys(self.layers, name))),
+                "measured": vars(whole(effect, self.worth)),
             }
             for name, effect in self.measured.together.items()
         }
         return {
             "recipe": to_dict(self.recipe), "layers": list(self.layers), "choices": list(self.choices),
-            "slope": self.slope, "tokens": self.tokens, "sensitivity": effects, "together": together,
+            "slope": self.slope, "worth": self.worth, "tokens": self.tokens, "sensitivity": effects,
+            "together": together,
             "front": [
                 {
-                    "predicted": p.loss, "bytes_per_token": p.bytes, "time_share": p.time,
+                    "cost": p.loss, "bytes_per_token": p.bytes, "time_share": p.time,
                     "assignment": self.assignment_of(p),
                 }
                 for p in self.front
             ],
-            "contenders": [each.to_dict() for each in self.contenders.values()],
+            "contenders": [
+                {**each.to_dict(), "expected": vars(self.expected(each.assignment))}
+                for each in self.contenders.values()
+            ],
             "seconds": self.seconds,
         }  # fmt: skip

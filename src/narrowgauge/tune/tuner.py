@@ -21,6 +21,7 @@ from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.trained import Trained
 from narrowgauge.tune import program
 from narrowgauge.tune.choices import Assignment, Choice, choices_of, ends, recipe_of, tunable, wide
+from narrowgauge.tune.estimate import Estimates
 from narrowgauge.tune.measure import Batch, Costs, Measured, costs_of, measure, slope_of
 from narrowgauge.tune.options import HAND_RULES, OnProgress, Options, Progress, ignore
 from narrowgauge.tune.program import Budget, Point, Problem
@@ -79,14 +80,15 @@ def tune(config: TrainConfig, options: Options, on_progress: OnProgress = ignore
     begun = start or Start(warm, slope_of(reference.losses))
     model.load_state_dict(dict(begun.weights))
     measured = work.measure(model, layers)
-    problem = _problem(layers, costs, tokens, choices, measured, begun.slope)
+    problem = _problem(layers, costs, tokens, choices, Estimates(measured), begun.slope)
     chosen = program.solve(problem, budget)
     contenders = _contenders(problem, layers, list(choices), chosen, budget)
     work.verify(contenders, reference)
+    worth = begun.slope if start is None else work.gain(next(iter(contenders.values())))
     recipe = recipe_of(base, contenders[TUNED].assignment, choices, options.name)
     front = program.front(problem, Budget(wide_layers=options.wide_layers), "bytes")
     return Tuned(
-        recipe, layers, list(choices), measured, costs, begun.slope, tokens, front, contenders,
+        recipe, layers, list(choices), measured, costs, begun.slope, worth, tokens, front, contenders,
         time.perf_counter() - begin_s,
     )  # fmt: skip
 
@@ -112,9 +114,9 @@ class _Work:
     start: Weights | None
     on_progress: OnProgress
 
-    def run(self, recipe: Recipe, what: str, seed: int) -> tuple[ShortRun, Weights]:
-        """One short run by a recipe."""
-        steps = self.options.steps
+    def run(self, recipe: Recipe, what: str, seed: int, steps: int | None = None) -> tuple[ShortRun, Weights]:
+        """One short run by a recipe. steps: None: as many as are asked for."""
+        steps = self.options.steps if steps is None else steps
         text = f"training {steps} steps, {what}" if steps else f"reading held-out text, {what}"
         self.on_progress(Progress(text, 0, steps))
         return short_run(
@@ -177,17 +179,28 @@ class _Work:
                     what = name if self.options.seeds == 1 else f"{name}, seed {seed}"
                     contender.runs.append(self.run(recipe, what, seed)[0])
 
+    def gain(self, reference: Contender) -> float:
+        """Nats that a short run with all layers wide gains on held-out text, at least 0.
+
+        A run that goes the share x less of its way loses x of its gain, and no more than that where it gains less and
+        less: x times the gain is what it is expected to lose, where short runs go on from weights that have learnt.
+        """
+        if not self.options.steps:
+            return 0.0
+        before, _ = self.run(wide(self.base), "all layers wide", self.config.seed, steps=0)
+        return max(before.held_out - reference.held_out, 0.0)
+
 
 def _problem(
     layers: Sequence[str], costs: Mapping[tuple[str, str], Costs], tokens: int, choices: Mapping[str, Choice],
-    measured: Measured | None = None, slope: float = 0.0,
+    estimates: Estimates | None = None, slope: float = 0.0,
 ) -> Problem:  # fmt: skip
-    """Losses in nats, 0 before they are measured; bytes a token; time as a share of all layers wide."""
+    """Costs in nats, 0 before they are measured; bytes a token; time as a share of all layers wide."""
     names = list(choices)
     all_wide = sum(costs[layer, names[0]].time for layer in layers)
 
     def nats(layer: str, name: str) -> float:
-        return 0.0 if measured is None or choices[name].is_wide else measured.effects[layer, name].nats(slope)
+        return 0.0 if estimates is None else estimates.cost(layer, name, slope).value
 
     return Problem(
         [[nats(layer, name) for name in names] for layer in layers],

@@ -15,6 +15,7 @@ from narrowgauge.observe.ledger import SavedActivations
 from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.spec import GEMMS, Recipe
 from narrowgauge.tune.choices import Choice, choices_of, ends, put, recipe_of, tunable, wide
+from narrowgauge.tune.estimate import Estimates, whole
 from narrowgauge.tune.measure import Effect, costs_of, measure, slope_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,7 +198,7 @@ def test_a_planted_layer_stands_out() -> None:
     assert torch.equal(model(*batches(1)[0])[1], before)
     found = measure(prepared(wide(BASE), model), LAYERS, choices(), batches(2), 0)
     for name in NAMES:
-        costs = {layer: found.effects[layer, name].nats(0.5) for layer in LAYERS}
+        costs = {layer: Estimates(found).cost(layer, name, 0.5).value for layer in LAYERS}
         worst, second = sorted(costs, key=costs.__getitem__, reverse=True)[:2]
         assert worst == bad and costs[worst] > 10 * costs[second]
 
@@ -208,8 +209,8 @@ def test_a_model_that_is_not_finite_is_refused_and_a_choice_that_is_not_costs_in
         model.blocks[0].mlp.down.weight[0, 0] = math.nan
     with pytest.raises(NarrowgaugeError, match="the model itself is not finite"):
         measure(prepared(wide(BASE), model), LAYERS, choices(), batches(2), 0)
-    assert Effect([0.1, math.nan], [0.0, 0.0], [0.0, 0.0]).nats(1.0) == math.inf
-    assert Effect([0.1, 0.1], [0.0, math.inf], [0.0, 0.0]).nats(1.0) == math.inf
+    for effect in (Effect([0.1, math.nan], [0.0, 0.0]), Effect([0.1, 0.1], [0.0, math.inf])):
+        assert whole(effect, 1.0).value == whole(effect, 0.0).value == math.inf
 
 
 def test_one_batch_is_too_few() -> None:
@@ -217,14 +218,9 @@ def test_one_batch_is_too_few() -> None:
         measure(prepared(wide(BASE)), LAYERS, choices(), batches(1), 0)
 
 
-def test_nats_and_their_standard_error() -> None:
-    effect = Effect([0.02, 0.04], [0.10, 0.30], [0.0, 0.0])
-    assert effect.nats(0.5) == pytest.approx(0.03 + 0.5 * 0.2 / 2)
-    # 0.02 + 0.025 and 0.04 + 0.075: mean 0.08, standard deviation 0.07 / sqrt(2), error 0.035
-    assert effect.nats_error(0.5) == pytest.approx(0.035)
-    better = Effect([-0.02, -0.04], [0.1, 0.1], [0.0, 0.0])
-    assert better.nats(0.5) == pytest.approx(0.025)  # a loss that fell by chance earns nothing
-    assert effect.grad_error == pytest.approx(math.sqrt(0.2))
+def test_errors_of_gradients_are_roots_of_mean_squares() -> None:
+    assert Effect([0.02, 0.04], [0.10, 0.30], [0.0, 0.5]).grad_error == pytest.approx(math.sqrt(0.2))
+    assert Effect([0.02, 0.04], [0.10, 0.30], [0.0, 0.5]).own_grad_error == pytest.approx(0.5)
 
 
 def test_the_slope_of_a_logarithmic_curve() -> None:

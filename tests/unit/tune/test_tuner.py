@@ -40,10 +40,10 @@ def test_it_keeps_to_the_hand_rules_bytes_and_loses_less_by_its_own_count(tuned:
     hand, best = tuned.contenders[HAND], tuned.tuned
     assert list(tuned.contenders) == ["all bf16", "all nvfp4", HAND, TUNED]
     assert [name for name, chosen in hand.assignment.items() if chosen == "bf16"] == [tuned.layers[0], tuned.layers[-1]]
-    assert best.bytes_per_token <= hand.bytes_per_token and best.predicted <= hand.predicted
+    assert best.bytes_per_token <= hand.bytes_per_token and best.cost <= hand.cost
     for each in tuned.contenders.values():
-        expected = [tuned.nats(layer, chosen) for layer, chosen in each.assignment.items()]
-        assert each.predicted == pytest.approx(math.fsum(expected))
+        costs = [tuned.cost(layer, chosen).value for layer, chosen in each.assignment.items()]
+        assert each.cost == pytest.approx(math.fsum(costs))
         assert len(each.runs) == 1 and len(each.runs[0].losses) == 2 and math.isfinite(each.held_out)
     assert tuned.contenders["all bf16"].time_share == 1 and tuned.contenders["all nvfp4"].time_share == 0.25
     for layer, chosen in best.assignment.items():
@@ -86,7 +86,7 @@ def test_pictures_name_every_layers_choice(tuned: Tuned) -> None:
         ({"bytes_share": 0.8}, lambda t, best, wide: best.bytes_per_token <= 0.8 * wide.bytes_per_token),
         ({"time_share": 0.4}, lambda t, best, wide: best.time_share <= 0.4),
         ({"wide_layers": 2}, lambda t, best, wide: list(best.assignment.values()).count("bf16") == 2),
-        ({"bytes_per_token": 1e9}, lambda t, best, wide: best.predicted == 0),
+        ({"bytes_per_token": 1e9}, lambda t, best, wide: best.cost == 0),
     ],
 )
 def test_budgets_are_kept(changes, met, make_config: MakeConfig) -> None:
@@ -162,10 +162,25 @@ def test_a_run_gives_its_weights_and_without_steps_it_is_only_read(make_config: 
     assert result.evaluation is not None
     reference = found.contenders["all bf16"]
     assert reference.held_out == result.evaluation.loss and reference.runs[0].losses == ()
-    assert found.slope == start.slope
+    assert found.slope == start.slope and found.worth == 0
+    for each in found.contenders.values():  # what is read is the loss change alone
+        changes = [found.measured.effects[key].loss_change for key in each.assignment.items() if key[1] != "bf16"]
+        if len(changes) in (0, len(found.layers)):
+            assert found.expected(each.assignment).value == pytest.approx(math.fsum(changes), abs=1e-12)
     assert [each.text for each in told if "training" in each.text] == []
     with pytest.raises(CheckpointError, match="expected weights of the configured model"):
         tune(make_config(model={"layers": 1, "width": 32, "heads": 2, "context": 32}), quick(steps=0), start=start)
+
+
+def test_a_short_run_that_goes_on_is_expected_to_lose_of_its_own_gain(make_config: MakeConfig) -> None:
+    config = make_config(recipe="bf16")
+    dataset = prepare_data(config.data.build(), config.cache_dir)
+    _, weights = short_run(dataclasses.replace(config, steps=10), dataset, config.build_recipe().resolve("cpu"))
+    start = Start(weights, 5.0)
+    read, gone_on = (tune(config, quick(steps=steps), start=start).contenders["all bf16"].held_out for steps in (0, 4))
+    found = tune(config, quick(steps=4), start=start)
+    assert found.worth == pytest.approx(read - gone_on) and 0 < found.worth < 5.0 == found.slope
+    assert tune(make_config(), QUICK).worth == pytest.approx(tune(make_config(), QUICK).slope)
 
 
 def test_each_seed_gives_every_contender_a_run(make_config: MakeConfig) -> None:
