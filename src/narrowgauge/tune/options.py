@@ -42,7 +42,7 @@ class Options:
         for key in ("bytes_per_token", "bytes_share", "time_share"):
             value = getattr(self, key)
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{key}={value!r}: expected more than 0: change {key}, or leave it out")
+                raise ConfigError(f"{key}={value!r}: expected a finite number above 0: change {key}, or leave it out")
         if self.bytes_per_token is not None and self.bytes_share is not None:
             raise ConfigError("expected bytes_per_token or bytes_share, found both: leave one out")
         for key, least in (("batches", LEAST_BATCHES), ("probe_batch_size", 1), ("steps", 0), ("seeds", 1)):

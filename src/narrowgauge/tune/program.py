@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ INSTALL = "narrowgauge[tune]"
 POINTS = 24  # of a front
 _ROUNDING = 1e-9  # of a budget: sums in another order must not break it
 _INFEASIBLE = 2  # scipy's status
+_WORDS = {
+    "bytes": "bytes a token",
+    "time": "of the time of all layers wide",
+    "wide_layers": "wide layers",
+}  # of a budget's limits; fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,12 @@ class Problem:
     @property
     def choices(self) -> int:
         return len(self.loss[0])
+
+    def table(self, name: str) -> Sequence[Sequence[float]]:
+        """What a limit of a budget counts: "bytes", "time" or "wide_layers"."""
+        if name != "wide_layers":
+            return getattr(self, name)
+        return [[float(at == self.wide) for at in range(self.choices)]] * self.layers
 
     def total(self, values: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
         """The sum of a table over the layers."""
@@ -93,7 +105,7 @@ def front(problem: Problem, budget: Budget, along: str, points: int = POINTS) ->
     """The least loss for budgets of "bytes" or "time" from the least possible to what nobody exceeds: no point is
     beaten by another in both. The other limits of `budget` hold throughout."""
     table = getattr(problem, along)
-    others = Budget(**{**vars(budget), along: None})
+    others = replace(budget, **{along: None})
     least = _minimum(problem, table, others)
     if least is None:
         raise ConfigError(_nearest(problem, others))
@@ -101,7 +113,7 @@ def front(problem: Problem, budget: Budget, along: str, points: int = POINTS) ->
     found: list[Point] = []
     for at in range(points + 1):
         limit = low + (high - low) * at / points
-        found.append(solve(problem, Budget(**{**vars(others), along: limit})))
+        found.append(solve(problem, replace(others, **{along: limit})))
     found.sort(key=lambda each: (getattr(each, along), each.loss))
     kept: list[Point] = []
     for each in found:
@@ -126,15 +138,15 @@ def _minimum(
     allowed = np.isfinite(losses)
     rows = [np.kron(np.eye(layers), np.ones(choices))]
     lower, upper = [np.ones(layers)], [np.ones(layers)]
-    wide = [[float(at == problem.wide) for at in range(choices)]] * layers
-    for values, limit in (
-        (problem.bytes, budget.bytes), (problem.time, budget.time), (wide, budget.wide_layers),
-        (problem.loss, most_loss),
-    ):  # fmt: skip
+    limits = [(np.asarray(problem.table(name), dtype=float), getattr(budget, name)) for name in _WORDS]
+    for values, limit in limits:
+        if limit is not None:  # what is too much by itself: HiGHS's tolerances are no share of a limit, but of a size
+            allowed &= values <= limit + _ROUNDING * abs(limit)
+    for values, limit in [*limits, (losses, most_loss)]:
         if limit is None:
             continue
-        row = np.where(allowed, np.asarray(values, dtype=float), 0.0).ravel()
-        unit = max(float(np.abs(row).max()), 1e-30)  # HiGHS's tolerances are absolute
+        row = np.where(allowed, values, 0.0).ravel()
+        unit = max(float(np.abs(row).max()), 1e-30)
         rows.append(row[None] / unit)
         lower.append(np.array([-np.inf]))
         upper.append(np.array([(limit + _ROUNDING * abs(limit)) / unit]))
@@ -155,22 +167,35 @@ def _minimum(
 
 
 def _nearest(problem: Problem, budget: Budget) -> str:
-    """What of the budget cannot be met, and how near one can come to it."""
-    for name, words in (("bytes", "bytes a token"), ("time", "of the time of all layers wide")):
-        limit = getattr(budget, name)
-        if limit is None:
-            continue
-        least = _minimum(problem, getattr(problem, name), Budget(**{**vars(budget), name: None}))
+    """What of the budget cannot be met, and how near one can come to it: by one limit, or by each of them alone."""
+    limits = {name: getattr(budget, name) for name in _WORDS if getattr(budget, name) is not None}
+    for name, limit in limits.items():
+        least = _minimum(problem, problem.table(name), replace(budget, **{name: None}))
         if least is not None:
-            size = problem.total(getattr(problem, name), least)
             return (
-                f"a budget of {limit:.6g} {words}: expected one that can be met; the nearest is {size:.6g}"
-                f"{_in_words(problem, least)}: raise it, or add a narrower choice"
+                f"a budget of {limit:.6g} {_WORDS[name]}: expected one that can be met; the nearest is "
+                f"{_up(problem.total(problem.table(name), least))}{_in_words(problem, least)}: raise it, or add a "
+                "narrower choice"
             )
+    asked, alone = [], []
+    for name, limit in limits.items():
+        least = _minimum(problem, problem.table(name), Budget())
+        asked.append(f"{limit:.6g} {_WORDS[name]}")
+        if least is not None:
+            alone.append(f"{_up(problem.total(problem.table(name), least))} {_WORDS[name]}")
     return (
-        "the budgets together: expected some that can be met, found that no choice of the layers meets them: raise "
-        "one, or allow more wide layers"
+        f"budgets of {' and '.join(asked)}: expected some that can be met together; the nearest to each, without the "
+        f"others, are {' and '.join(alone)}: raise all of them, or add a narrower choice"
     )
+
+
+def _up(value: float) -> str:
+    """Six digits, rounded up, so that what is told can be asked for."""
+    if value == 0:
+        return "0"
+    unit = Decimal(1).scaleb(math.floor(math.log10(abs(value))) - 5)
+    # a sum that is a rounding above a short number is that number
+    return f"{float((Decimal(value) * (1 - Decimal(_ROUNDING))).quantize(unit, ROUND_CEILING)):.6g}"
 
 
 def _in_words(problem: Problem, chosen: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ def test_words_are_divided_between_tune_and_train() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--bytes-per-token", "0"], "bytes_per_token=0.0: expected more than 0"),
+        (["--bytes-per-token", "0"], "bytes_per_token=0.0: expected a finite number above 0"),
         (["--bytes-per-token", "-3"], "bytes_per_token=-3.0"),
         (["--time-share", "nan"], "time_share=nan"),
         (["--batches", "1"], "batches=1: expected at least 2"),

@@ -31,7 +31,7 @@ def every_choice(problem: Problem, budget: Budget) -> list[tuple[float, float, f
         is_within = (
             (budget.bytes is None or sums.bytes <= budget.bytes)
             and (budget.time is None or sums.time <= budget.time)
-            and (budget.wide_layers is None or chosen.count(0) <= budget.wide_layers)
+            and (budget.wide_layers is None or chosen.count(problem.wide) <= budget.wide_layers)
             and math.isfinite(sums.loss)
         )
         if is_within:
@@ -110,8 +110,67 @@ def test_a_budget_that_nothing_meets_names_the_nearest() -> None:
         check(named, Budget(bytes=11, wide_layers=2))
     check(named, Budget(bytes=12))
     forced = Problem([[0.0, math.inf]] * 2, [[10, 4]] * 2, [[1.0, 0.5]] * 2)
-    with pytest.raises(ConfigError, match="the budgets together.*allow more wide layers"):
+    with pytest.raises(ConfigError, match="a budget of 1 wide layers: .* the nearest is 2: raise it"):
         solve(forced, Budget(wide_layers=1))
+
+
+def test_budgets_that_no_single_one_makes_impossible_name_the_nearest_to_each() -> None:
+    problem = Problem([[0.0, 1.0, 1.0]] * 3, [[10, 4, 9]] * 3, [[1.0, 0.9, 0.25]] * 3)
+    with pytest.raises(ConfigError) as caught:
+        solve(problem, Budget(bytes=1, time=0.5))
+    assert str(caught.value).startswith(
+        "budgets of 1 bytes a token and 0.5 of the time of all layers wide: expected some that can be met together; "
+        "the nearest to each, without the others, are 12 bytes a token and 0.75 of the time of all layers wide: raise "
+    )
+    with pytest.raises(ConfigError, match="a budget of 12 bytes a token: .* the nearest is 27"):
+        solve(problem, Budget(bytes=12, time=0.75))  # the time can be met by itself
+    solve(problem, Budget(bytes=27, time=0.75))
+
+
+@pytest.mark.parametrize("size", [4037.644123, 4037.644, 4037.649999, 1 / 3, 12.0, 0.1 + 0.2, 987654.4, 98765432.1])
+def test_the_nearest_that_is_named_can_be_met(size: float) -> None:
+    problem = Problem([[0.0, 1.0]], [[2e9, size]], [[1.0, 1.0]])
+    with pytest.raises(ConfigError) as caught:
+        solve(problem, Budget(bytes=size / 2))
+    told = str(caught.value).split("the nearest is ")[1].split(":")[0]
+    assert solve(problem, Budget(bytes=float(told))).chosen == (1,)
+    assert float(told) <= size * (1 + 1e-5) and len(told.replace(".", "").split("e")[0].lstrip("0")) <= 6
+
+
+def random_instance(seed: int) -> tuple[Problem, Budget]:
+    """Any numbers, also equal and zero ones, any wide choice, some not finite; budgets of one, two or three limits."""
+    random = np.random.default_rng(seed)
+    layers, choices = int(random.integers(1, 6)), int(random.integers(1, 5))
+    loss = random.integers(-2, 12, (layers, choices)) / 8
+    loss[random.random((layers, choices)) < 0.1] = math.inf
+    size = random.integers(0, 20, (layers, choices))
+    time = random.integers(1, 9, (layers, choices)) / 64
+    problem = Problem(loss.tolist(), size.tolist(), time.tolist(), wide=int(random.integers(choices)))
+    has_bytes, has_time, has_wide = random.random(3) < 0.6
+    budget = Budget(
+        bytes=float(random.integers(0, 12 * layers)) if has_bytes else None,
+        time=float(random.integers(1, 6 * layers)) / 64 if has_time else None,
+        wide_layers=int(random.integers(0, layers + 1)) if has_wide else None,
+    )
+    return problem, budget
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_any_instance_is_solved_as_by_looking_at_every_choice(block: int) -> None:
+    is_solved = []
+    for seed in range(block * 25, block * 25 + 25):
+        problem, budget = random_instance(seed)
+        possible = every_choice(problem, budget)
+        is_solved.append(bool(possible))
+        if possible:
+            found = solve(problem, budget)
+            assert (found.loss, found.bytes) == min(possible)[:2] and found == point(problem, found.chosen)
+            check(problem, budget)
+        else:
+            for ask in (solve, check):
+                with pytest.raises(ConfigError):
+                    ask(problem, budget)
+    assert 0 < sum(is_solved) < 25
 
 
 def test_numbers_of_any_size_are_solved() -> None:

@@ -119,7 +119,7 @@ def test_a_budget_that_nothing_meets_says_the_nearest_and_that_one_can_be_met(ma
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bytes_per_token": 0}, "bytes_per_token=0: expected more than 0"),
+        ({"bytes_per_token": 0}, "bytes_per_token=0: expected a finite number above 0"),
         ({"bytes_share": -0.5}, "bytes_share=-0.5"),
         ({"time_share": math.nan}, "time_share=nan"),
         ({"bytes_per_token": math.inf}, "bytes_per_token=inf"),
