@@ -64,6 +64,22 @@ def test_every_rule(rule: Rule, hyper: Hyper, moments: int, param: str) -> None:
         check(rule, [make(param, "e4m3", specs[:moments], hyper, (12, 200), 2)], steps=2)
 
 
+@pytest.mark.parametrize("param", SCALED_PARAMS)
+@pytest.mark.parametrize("other", ["parameter", "first", "second"])
+def test_formats_next_to_those_of_fp8_lm(param: str, other: str) -> None:
+    """Each differs from what `numba_fp8_lm` is for in one place: rounding of parameter or moment, a narrower moment."""
+    nonzero = dataclasses.replace(WHOLE_E4M3, rounding=NONZERO)
+    specs = {"first": (nonzero, HALF_NONZERO), "second": (WHOLE_E4M3, nonzero)}.get(other, FP8_LM)
+    item = make(param, "e4m3", specs, ADAM, (33, 300), 3)
+    if other == "parameter":
+        held = quantize(values((33, 300), 1.0, 3), HALF_NONZERO)
+        item = item._replace(master=held) if param == "copied" else item._replace(param=held)
+        # steps so small that what was zero becomes less than half of the least that float16 has
+        tiny = Adam.at(3, 1e-12, (0.9, 0.99), 1e-8, 0.1, decoupled=True)
+        item = item._replace(hyper=tiny, grad=quantize(torch.full((33, 300), 0.01), CastSpec(E4M3FN)))
+    check(Rule.ADAM, [item], steps=2)
+
+
 def test_muon_is_the_twins() -> None:
     rule, hyper, moments = HYPERS[-1]
     item = make("scaled", "e4m3", FP8_LM[:moments], hyper, (12, 200), 2)
