@@ -43,6 +43,22 @@ def test_every_named_recipe_survives_a_file(name: str, tmp_path: Path) -> None:
     assert read_recipe(yaml) == read_recipe(as_json) == ng.recipe(name)
 
 
+@pytest.mark.parametrize("ending", ["yaml", "yml", "json"])
+def test_a_name_with_a_files_ending_is_a_files(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"mine.{ending}"
+    path.write_text(json.dumps(to_dict(MIXED)))  # which is YAML, too
+    assert ng.recipe(str(path)) == MIXED
+    with pytest.raises(RecipeError, match="expected a file with a recipe, found: No such file"):
+        ng.recipe(f"gone.{ending}")
+
+
+def test_a_recipe_as_text_begins_with_its_name_below_all_lines_of_a_comment(tmp_path: Path) -> None:
+    text = recipe_text(MIXED, "first\n\nlast: [")
+    assert text.startswith("# first\n#\n# last: [\nname: mixed\n")
+    (tmp_path / "a.yaml").write_text(text)
+    assert read_recipe(tmp_path / "a.yaml") == MIXED
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -52,6 +68,7 @@ def test_every_named_recipe_survives_a_file(name: str, tmp_path: Path) -> None:
         ("nmae: x", "a.yaml: unknown recipe field 'nmae'; did you mean 'name'"),
         ("input: {format: E4M4}", "a.yaml: input format: unknown 'E4M4'"),
         (b"\xff\xfe\x00", "expected a file with a recipe, found: 'utf-8' codec"),
+        ("[" * 100_000, "a.yaml: expected a file with a recipe, found: "),  # nested too deeply for Python
     ],
 )
 def test_what_is_no_recipe_names_the_file(text, message, tmp_path: Path) -> None:

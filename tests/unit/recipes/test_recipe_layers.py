@@ -40,6 +40,26 @@ def test_layers_in_the_compute_dtype_are_kept_and_no_other_layers_turn_depends_o
     assert found["c"].reason == "matches include glob '*'"
 
 
+def test_the_reason_names_the_glob_that_decided_and_globs_keep_their_case():
+    recipe = ng.recipe("fp8_current").for_layers("*", input=E5M2_CAST).for_layers("b", "bf16").for_layers("C", "bf16")
+    found = {s.name: s for s in select([Candidate(n, 32, 32) for n in "abc"], recipe)}
+    assert found["b"].reason == "in the compute dtype by fields of its own, 'b'"
+    assert found["a"].reason == found["c"].reason == "matches include glob '*', with fields of its own, '*'"
+    assert found["c"].quantized
+
+
+def test_the_transform_of_a_product_is_of_its_own_too():
+    narrow, wide = ng.recipe("nvfp4"), ng.recipe("bf16")
+    assert narrow.hadamard is not None and narrow.for_layers("a", wide).for_layer("a").hadamard is None
+    assert wide.for_layers("a", narrow).for_layer("a").hadamard == narrow.hadamard
+
+
+def test_the_order_in_which_fields_are_given_is_nothing():
+    base, row = ng.recipe("fp8_current"), ng.CastSpec(E5M2, ng.PER_ROW)
+    one, other = base.for_layers("a", weight=None, input=row), base.for_layers("a", input=row, weight=None)
+    assert one == other and hash(one) == hash(other)
+
+
 def test_a_plain_recipe_with_one_narrow_layer():
     recipe = ng.recipe("bf16").for_layers("b", "fp8_current")
     assert recipe.quantizes_gemms and not ng.recipe("bf16").for_layers("b", "bf16").quantizes_gemms
