@@ -10,7 +10,12 @@ from collections.abc import Iterable
 
 
 class NarrowgaugeError(Exception):
-    """Base of all errors raised for a reason that the caller can mend."""
+    """Base of all errors raised for a reason that the caller can mend.
+
+    is_told_elsewhere: whether another process of the same run has this error, too, and tells the user.
+    """
+
+    is_told_elsewhere = False
 
 
 class RecipeError(NarrowgaugeError):

@@ -186,7 +186,7 @@ def export_run(arguments: argparse.Namespace) -> int:
     """Write a fine-tuned model as a Hugging Face directory of its own."""
     run = FinetuneRun.open(arguments.run)
     config, source = run.settings(), run.weights(arguments.checkpoint)
-    prepare_libraries()
+    prepare_libraries(most_processes=1)
     from narrowgauge.integrations.finetune_export import export_directory
 
     is_reward = config.task == "reward"
@@ -241,7 +241,7 @@ def _source(arguments: argparse.Namespace) -> tuple[FinetuneConfig | None, Path,
         recipe = recipe_named(arguments.recipe)
     else:
         recipe = config.build_recipe() if config is not None else None
-    prepare_libraries()
+    prepare_libraries(most_processes=1)
     return config, source, recipe
 
 

@@ -7,17 +7,23 @@ import dataclasses
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import yaml
 
 from narrowgauge.cli.arguments import Parser
+from narrowgauge.cli.processes import group_of, rank, told_once, world_size
 from narrowgauge.errors import ConfigError
 from narrowgauge.integrations.finetune_config import GROUPS, TASKS, FinetuneConfig, values_of
 from narrowgauge.integrations.finetune_run import FinetuneRun
 from narrowgauge.integrations.requirements import require
 from narrowgauge.train.parse import build
+
+if TYPE_CHECKING:
+    from narrowgauge.integrations.finetune import Outcome
+    from narrowgauge.train.events import OnEvent
 
 EXIT_INTERRUPTED = 130
 # As pyproject's extra `hf` has them.
@@ -90,25 +96,29 @@ def ppo(argv: Sequence[str]) -> int:
 
 def resume_run(path: str, checkpoint: str | None, as_json: bool) -> int:
     """Continue a run, for `narrowgauge resume`, too."""
-    config = FinetuneRun.open(path).settings()
-    prepare_libraries()
-    from narrowgauge.integrations.finetune import resume
+    with told_once():
+        config = FinetuneRun.open(path).settings()
 
-    return _report(config, as_json, lambda on_event: resume(path, on_event, checkpoint))
+    def act(on_event: OnEvent) -> Outcome:
+        from narrowgauge.integrations.finetune import resume
+
+        return resume(path, on_event, checkpoint)
+
+    return _report(config, as_json, act)
 
 
-def prepare_libraries() -> None:
+def prepare_libraries(*, most_processes: int | None = None) -> None:
     """Check that the libraries are there, and let them say no more than errors: progress is ours to show.
 
-    Modules in the working directory can be imported from now on. Raises ConfigError.
+    Modules in the working directory can be imported from now on. Raises ConfigError, also for more processes than the
+    command can use.
     """
+    if most_processes is not None and world_size() > most_processes:
+        raise ConfigError(
+            f"expected at most {most_processes} process, torchrun started {world_size()}: start this command without it"
+        )
     for package, least in _REQUIRED.items():
         require(package, least, "narrowgauge[hf]")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "fine-tuning commands run in one process, found more: start this one without torchrun, or train on several "
-            "by the trainers of narrowgauge.integrations.trl, in a script of your own"
-        )
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in ("torchao", "torch.utils._pytree"):  # what optional libraries of transformers' say on import
@@ -122,31 +132,52 @@ def prepare_libraries() -> None:
 
 
 def _command(task: str, argv: Sequence[str]) -> int:
-    parser = _parser(task)
-    arguments = vars(parser.parse(argv))
-    as_json, is_resumed, path = (arguments.pop(name) for name in ("json", "resume", "config"))
-    given = {key: value for key, value in arguments.items() if value is not None}
-    if path is not None:
-        given = _read_config(path, task) | given
-    if is_resumed:
-        return resume_run(_run_to_resume(task, given), None, as_json)
+    with told_once():
+        parser = _parser(task)
+        arguments = vars(parser.parse(argv))
+        as_json, is_resumed, path = (arguments.pop(name) for name in ("json", "resume", "config"))
+        given = {key: value for key, value in arguments.items() if value is not None}
+        if path is not None:
+            given = _read_config(path, task) | given
+        run_to_resume = _run_to_resume(task, given) if is_resumed else None
+        config = None if is_resumed else _new(task, given, parser)
+    if config is None:
+        return resume_run(str(run_to_resume), None, as_json)
+
+    def act(on_event: OnEvent) -> Outcome:
+        from narrowgauge.integrations.finetune import run
+
+        return run(config, on_event)
+
+    return _report(config, as_json, act)
+
+
+def _new(task: str, given: dict[str, Any], parser: Parser) -> FinetuneConfig:
+    """The configuration of a new run, on as many processes as there are."""
     for key in ("model", "data"):
         if key not in given:
             parser.error(f"the option --{key} is required")
     config = build(TASKS[task], given, "")
+    config = dataclasses.replace(config, processes=config.processes or world_size())
     config.check()
-    prepare_libraries()
-    from narrowgauge.integrations.finetune import run
-
-    return _report(config, as_json, lambda on_event: run(config, on_event))
+    return config
 
 
-def _report(config: FinetuneConfig, as_json: bool, act: Callable[[Any], Any]) -> int:
+def _report(config: FinetuneConfig, as_json: bool, act: Callable[[OnEvent], Outcome]) -> int:
+    """Run, as one of the processes that torchrun started; the first one shows what happens."""
+    with told_once():
+        prepare_libraries()
     from narrowgauge.cli.finetune_progress import FinetuneReporter
     from narrowgauge.train.events import Status
 
-    with FinetuneReporter(log_every=config.log_every, as_json=as_json) as reporter:
-        outcome = act(reporter)
+    with warnings.catch_warnings():
+        if rank() != 0:
+            warnings.simplefilter("ignore")
+        with (
+            group_of(world_size(), config.torch_device(), config.timeout_s),
+            FinetuneReporter(log_every=config.log_every, as_json=as_json) as reporter,
+        ):
+            outcome = act(reporter)
     return EXIT_INTERRUPTED if outcome.status is Status.INTERRUPTED else 0
 
 

@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         is_ours = isinstance(error, NarrowgaugeError)
         advice = "" if is_ours else ": expected files that can be read and written: make room, or look at the path"
-        print(f"error: {error}{advice}", file=sys.stderr)
+        if not (is_ours and error.is_told_elsewhere):
+            print(f"error: {error}{advice}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError | RecipeError) else EXIT_FAILED
     except (MemoryError, RuntimeError) as error:
         if "--debug" in argv or not _is_out_of_memory(error):

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from narrowgauge.errors import ConfigError
+import torch
+
+from narrowgauge.errors import ConfigError, NarrowgaugeError
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.restart import Launch
 
@@ -16,6 +18,26 @@ from narrowgauge.train.restart import Launch
 def rank() -> int:
     """This process's number as torchrun gave it; 0 where it was started otherwise."""
     return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """This process's number on its machine; 0 where torchrun did not start it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes that torchrun started, on all machines; 1 where it started none."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """What goes wrong inside goes wrong on all processes alike: the first one of each machine tells it."""
+    try:
+        yield
+    except NarrowgaugeError as error:
+        error.is_told_elsewhere = local_rank() != 0
+        raise
 
 
 def launch() -> Launch | None:
@@ -36,32 +58,36 @@ def process_group(config: TrainConfig) -> Iterator[None]:
 
     Raises ConfigError where their number is not what the configuration asks for.
     """
-    found = int(os.environ.get("WORLD_SIZE", "1"))
-    wanted = config.parallel.ranks
+    found, wanted = world_size(), config.parallel.ranks
     if found != wanted:
         started = f"torchrun started {found}" if "WORLD_SIZE" in os.environ else "found one"
         raise ConfigError(
             f"parallel {config.parallel}: expected {wanted} processes, {started}: start "
             f"`torchrun --nproc-per-node {wanted} -m narrowgauge` with this command, or change the sizes of `parallel`"
         )
-    if wanted == 1:
+    with group_of(wanted, config.torch_device(), config.parallel.timeout_s):
+        yield
+
+
+@contextmanager
+def group_of(processes: int, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """Inside, those that torchrun started are a group, by NCCL or gloo as `device` asks for; one process needs none."""
+    if processes == 1:
         yield
         return
-    import torch
     import torch.distributed as dist
 
-    device = config.torch_device()
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank())
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=config.parallel.timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from narrowgauge.distributed.rendezvous import fresh_store
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, wanted, is_master=False, timeout=timeout)
-        store = fresh_store(store, rank(), wanted, config.parallel.timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank(), world_size=wanted, timeout=timeout)
+        store = dist.TCPStore(address, port, processes, is_master=False, timeout=timeout)
+        store = fresh_store(store, rank(), processes, timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank(), world_size=processes, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
     try:

@@ -30,6 +30,7 @@ from narrowgauge.distributed.meeting_point import has_peers, meeting_point
 from narrowgauge.errors import ProcessError
 
 _POLL_S = 0.05
+_FAILED = " failed after step "
 EXIT_CODE = 1  # of a process whose main thread cannot be woken
 
 
@@ -141,7 +142,7 @@ class Watch:
         who = f"rank {self.rank} ({_process()})"
         text = f"{type(error).__name__}: {error}"
         if not places.lost_contact(error):
-            failed = f"{who} failed after step {self._steps}: {text}"
+            failed = f"{who}{_FAILED}{self._steps}: {text}"
             _quietly(self._decide, store, failed)
             return
         if not self._wait_for_verdict():
@@ -265,6 +266,11 @@ class Watch:
         faulthandler.dump_traceback(all_threads=True)
         sys.stderr.flush()
         os._exit(EXIT_CODE)  # nothing else ends a main thread that waits in C++
+
+
+def has_raised(verdict: str) -> bool:
+    """Whether a verdict is of a rank that lives and has raised an error, which it tells by itself."""
+    return _FAILED in verdict
 
 
 def _at(sign: _Sign) -> str:

@@ -21,6 +21,7 @@ from narrowgauge.observe.observation import Precision
 from narrowgauge.observe.run_header import header
 from narrowgauge.optim.replace import current
 from narrowgauge.recipes.serialize import to_dict
+from narrowgauge.recipes.spec import Recipe
 
 _EVALUATION = "eval_"  # how transformers begins the names of figures on held-out data
 
@@ -38,8 +39,13 @@ class CallbackJournal:
         self._is_behind = False
 
     @classmethod
-    def begin(cls, folder: Path, step: int, model: nn.Module, optimizer: Optimizer | None) -> CallbackJournal:
-        """A new journal in `folder`, or after `step` steps the one that is there, cut back to them. Raises OSError."""
+    def begin(
+        cls, folder: Path, step: int, model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | None = None
+    ) -> CallbackJournal:
+        """A new journal in `folder`, or after `step` steps the one that is there, cut back to them. Raises OSError.
+
+        recipe: as in `header_of`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE_NAME
         if step and path.exists():
@@ -47,11 +53,11 @@ class CallbackJournal:
             found = cls(JournalWriter(path))
             found.write("resumed", step, versions=_versions())
             return found
-        return cls(JournalWriter.create(path, header_of(model, optimizer)))
+        return cls(JournalWriter.create(path, header_of(model, optimizer, recipe)))
 
-    def complete_header(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def complete_header(self, model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | None = None) -> None:
         """Say in the header of another listener's journal, which has no row yet, how the model is prepared."""
-        self._writer.complete_header(header_of(model, optimizer))
+        self._writer.complete_header(header_of(model, optimizer, recipe))
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
         """Append a row."""
@@ -93,9 +99,12 @@ class CallbackJournal:
             self._writer.close()
 
 
-def header_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """The first row of the journal of a prepared model."""
-    recipe = recipe_of(model)
+def header_of(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | None = None) -> dict[str, Any]:
+    """The first row of the journal of a prepared model.
+
+    recipe: where the model alone does not tell, since it was prepared in a wrapper.
+    """
+    recipe = recipe_of(model) or recipe
     inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
     return {
         **header(model, inner, None if recipe is None else to_dict(recipe)),

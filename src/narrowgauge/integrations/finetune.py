@@ -9,7 +9,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,8 @@ import torch
 
 import narrowgauge
 from narrowgauge.data.conversations import Records, check_records
+from narrowgauge.distributed.liveness import Limits
+from narrowgauge.distributed.liveness import Watch as Others
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.integrations.callback_journal import CallbackJournal
 from narrowgauge.integrations.finetune_config import FinetuneConfig, PPOConfig
@@ -31,6 +33,13 @@ from narrowgauge.integrations.finetune_models import (
     length_for,
     load,
 )
+from narrowgauge.integrations.finetune_ranks import (
+    check_same_files,
+    folder_on_first,
+    processes,
+    ranks_of,
+    told_by_its_own,
+)
 from narrowgauge.integrations.finetune_rewards import reward_function
 from narrowgauge.integrations.finetune_run import FinetuneRun, step_of
 from narrowgauge.integrations.finetune_trainers import make_trainer
@@ -39,6 +48,7 @@ from narrowgauge.observe.journal import cut
 from narrowgauge.observe.journal_rows import Row
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.train.events import OnEvent, Preparing, Status, ignore
+from narrowgauge.train.ranks import Ranks
 
 try:
     import transformers
@@ -70,15 +80,21 @@ class Inputs:
 def run(config: FinetuneConfig, on_event: OnEvent = ignore) -> Outcome:
     """Fine-tune as `config` says, in a new folder. On SIGINT the step in hand is finished and saved.
 
-    Raises ConfigError, RecipeError, DataError; DivergenceError where the loss stays infinite or NaN.
+    In a process group all processes call it alike. The first makes and writes the folder, and its events alone are
+    told; each reads examples of its own, `batch_size` at a time.
+
+    Raises ConfigError, RecipeError, DataError; DivergenceError where the loss stays infinite or NaN; ProcessError where
+    the processes were given different configurations or data, or another one is gone. What the processes have in common
+    is raised on all of them.
     """
+    ranks = ranks_of(config, config.processes or processes())
+    config = dataclasses.replace(config, processes=processes())
     config.check()
-    config = config.spelled_out()
-    if config.output is None:
-        config = dataclasses.replace(config, output=_default_output(config))
-    folder = FinetuneRun.begin(config)
+    ranks.check_same(dataclasses.asdict(config))
+    config = ranks.from_first(lambda: _with_all_values(config))
+    folder = folder_on_first(ranks, lambda: FinetuneRun.begin(config), config.path)
     try:
-        return _train(config, folder, on_event, None)
+        return _train(config, folder, on_event, None, ranks)
     except BaseException:
         folder.discard_unused()
         raise
@@ -87,38 +103,75 @@ def run(config: FinetuneConfig, on_event: OnEvent = ignore) -> Outcome:
 
 
 def resume(path: Path | str, on_event: OnEvent = ignore, checkpoint: str | None = None) -> Outcome:
-    """Go on where a run's newest checkpoint stands, or another one, by its name. Raises as `run` does."""
+    """Go on where a run's newest checkpoint stands, or another one, by its name, on as many processes as it began with.
+
+    Raises as `run` does.
+    """
     folder = FinetuneRun.open(path)
     config = dataclasses.replace(folder.settings(), output=str(path))
-    folder.lock()
+    ranks = ranks_of(config, config.processes or 1)  # configurations of earlier versions are of one process
+    folder_on_first(ranks, folder.lock, folder.path)
     try:
-        start = folder.weights(checkpoint) if folder.steps() or checkpoint else None
-        if start is not None:
-            folder.require_whole(step_of(start))
-        return _train(config, folder, on_event, start)
+        start = ranks.from_first(lambda: _checked_start(folder, checkpoint))
+        return _train(config, folder, on_event, start, ranks)
     finally:
         folder.unlock()
 
 
-def _train(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEvent, start: Path | None) -> Outcome:
-    with warnings.catch_warnings():
+def _checked_start(folder: FinetuneRun, checkpoint: str | None) -> Path | None:
+    """The checkpoint to go on from, whole; None where there is none yet."""
+    if not (folder.steps() or checkpoint):
+        return None
+    start = folder.weights(checkpoint)
+    folder.require_whole(step_of(start))
+    return start
+
+
+def _train(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEvent, start: Path | None, ranks: Ranks) -> Outcome:
+    watch = Watch(config, folder.path, on_event if ranks.is_first else ignore, ranks)
+    limits = Limits(step_s=config.timeout_s)
+    with warnings.catch_warnings(), told_by_its_own(ranks), Others(limits, lambda: watch.is_ending) as others:
+        watch.on_progress = others.step
         # what transformers and TRL deprecate in each other is theirs to mend
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
         warnings.filterwarnings("ignore", category=FutureWarning, message=r".*gradient_checkpointing` is deprecated")
-        return _train_quietly(config, folder, on_event, start)
+        return _train_quietly(config, folder, watch, start)
 
 
-def _train_quietly(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEvent, start: Path | None) -> Outcome:
+def _train_quietly(config: FinetuneConfig, folder: FinetuneRun, watch: Watch, start: Path | None) -> Outcome:
     if config.threads:
         torch.set_num_threads(config.threads)
+    ranks = watch.ranks
 
     def say(message: str) -> None:
-        on_event(Noted(step=0, message=message))
+        watch.on_event(Noted(step=0, message=message))
 
-    on_event(Preparing(step=0, what=f"reading {config.data}"))
-    inputs = read_inputs(config, say)
-    rewards = [reward_function(path) for path in getattr(config, "reward", ())]
-    on_event(Preparing(step=0, what=f"loading {config.model}"))
+    watch.on_event(Preparing(step=0, what=f"reading {config.data}"))
+    inputs = ranks.together(lambda: read_inputs(config, say))
+    check_same_files(ranks, config)
+    rewards = ranks.together(lambda: [reward_function(path) for path in getattr(config, "reward", ())])
+    watch.on_event(Preparing(step=0, what=f"loading {config.model}"))
+    loaded = ranks.together(lambda: _load(config, inputs, say))
+    watch.on_progress(0)
+    if isinstance(config, PPOConfig):
+        from narrowgauge.integrations.finetune_ppo import PPORun
+
+        work: Any = PPORun(config, loaded, list(inputs.records.rows()), rewards, say)
+    else:
+        work = make_trainer(config, loaded, inputs.train, inputs.evaluation, folder.checkpoints, rewards, watch)
+        _say_what_is_left(inputs, work, say)
+    watch.on_progress(0)
+    with ExitStack() as stack:
+        opened: list[tuple[JournalWriter, list[Row]]] = []
+        ranks.from_first(lambda: opened.append(stack.enter_context(_journal(config, folder, start))))
+        watch.journal, earlier = opened[0] if opened else (None, [])
+        if start is not None:
+            watch.continue_from(start, earlier)
+        return _fit(config, folder, work, watch)
+
+
+def _load(config: FinetuneConfig, inputs: Inputs, say: Callable[[str], None]) -> Loaded:
+    """The model and its tokenizer, which fit the data."""
     transformers.set_seed(config.seed)  # before the model: a reward model's head is new
     loaded = load(
         config.model,
@@ -128,18 +181,7 @@ def _train_quietly(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEven
         say=say,
     )
     _check_together(config, inputs, loaded)
-    watch = Watch(config, folder.path, on_event)
-    if isinstance(config, PPOConfig):
-        from narrowgauge.integrations.finetune_ppo import PPORun
-
-        work: Any = PPORun(config, loaded, list(inputs.records.rows()), rewards, say)
-    else:
-        work = make_trainer(config, loaded, inputs.train, inputs.evaluation, folder.checkpoints, rewards, watch)
-        _say_what_is_left(inputs, work, say)
-    with _journal(config, folder, start) as (watch.journal, earlier):
-        if start is not None:
-            watch.continue_from(start, earlier)
-        return _fit(config, folder, work, watch)
+    return loaded
 
 
 def _fit(config: FinetuneConfig, folder: FinetuneRun, work: Any, watch: Watch) -> Outcome:
@@ -150,11 +192,14 @@ def _fit(config: FinetuneConfig, folder: FinetuneRun, work: Any, watch: Watch) -
         step, steps, ledgers = run_ppo(work, folder, watch), config.steps, work.trainer.ledgers()
     else:
         step, steps = _by_trainer(config, work, watch)
-        ledgers = {"model": work.ledger}
+        ledgers = {"model": dataclasses.replace(work.ledger, wire=watch.wire)}
     is_done, model = step >= steps, None
     if is_done:
         is_reward = config.task == "reward"
-        model = export_directory(folder.weights(), folder.model, "bf16", is_reward=is_reward, replace=True)
+        model = watch.ranks.from_first(
+            lambda: export_directory(folder.weights(), folder.model, "bf16", is_reward=is_reward, replace=True)
+        )
+        watch.on_progress(step)
     status = Status.FINISHED if is_done else Status.INTERRUPTED
     watch.on_event(
         Ended(
@@ -175,7 +220,8 @@ def _fit(config: FinetuneConfig, folder: FinetuneRun, work: Any, watch: Watch) -
 def _by_trainer(config: FinetuneConfig, trainer: Any, watch: Watch) -> tuple[int, int]:
     """Train, and evaluate at the end; (last step, steps that were asked for)."""
     start = watch.resumed_from
-    trainer.recipe_callback.journal = CallbackJournal(watch.journal, owns_steps=False)
+    if watch.journal is not None:
+        trainer.recipe_callback.journal = CallbackJournal(watch.journal, owns_steps=False)
     trainer.verified = start
     with watch.interruption:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
@@ -245,6 +291,12 @@ def _journal(
         rows.sync()
     finally:
         rows.close()
+
+
+def _with_all_values(config: FinetuneConfig) -> FinetuneConfig:
+    """The configuration with the folder's name and the recipe of a file written out."""
+    config = config.spelled_out()
+    return config if config.output is not None else dataclasses.replace(config, output=_default_output(config))
 
 
 def _default_output(config: FinetuneConfig) -> str:

@@ -73,6 +73,10 @@ class FinetuneConfig:
     keep_last: int = _option(RUN, "checkpoints kept", 2, least=1)
     log_every: int = _option(RUN, "steps between progress lines; the journal has every step", 10, least=1)
     statistics_every: int = _option(RUN, "steps between samples of what precision does; 0: never", 50, least=0)
+    processes: int = _option(RUN, "processes that torchrun is to start; 0: as many as it did", 0, least=0)
+    timeout_s: float = _option(
+        RUN, "of several processes: seconds without a step, or a batch held out, that end a run", 1800.0, above=0
+    )
 
     def check(self) -> None:
         """Raise ConfigError or RecipeError for the first value that is out of range or does not fit the others."""
@@ -201,9 +205,10 @@ class GRPOConfig(_Sampled):
             raise ConfigError(
                 "reward: expected at least one function, found none: give --reward package.module:function"
             )
-        if self.batch_size * self.accumulation % self.generations:
+        if self.batch_size * self.accumulation * max(self.processes, 1) % self.generations:
+            among = f" x {self.processes} processes" if self.processes > 1 else ""
             raise ConfigError(
-                f"batch_size={self.batch_size} x accumulation={self.accumulation}: expected a multiple of "
+                f"batch_size={self.batch_size} x accumulation={self.accumulation}{among}: expected a multiple of "
                 f"generations={self.generations}, since a step compares whole groups: change one of them"
             )
 
@@ -226,6 +231,11 @@ class PPOConfig(_Sampled):
     def check(self) -> None:
         """As the others; and there is one kind of reward, and a batch is parted evenly."""
         super().check()
+        if self.processes > 1:
+            raise ConfigError(
+                f"ppo in {self.processes} processes: expected one, since its loop answers, scores and learns in one "
+                "process: start it without torchrun, or train by `narrowgauge grpo`"
+            )
         if self.eval_data is not None:
             raise ConfigError("eval_data: expected none, since ppo is measured by its rewards: leave it out")
         if self.mini_batch_size % self.batch_size:

@@ -17,7 +17,7 @@ from narrowgauge.train.run_folder import LAST_GOOD, RunFolder, read_checked
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FILES = (("config.json",), ("model.safetensors", "model.safetensors.index.json"), ("tokenizer_config.json",))
 # what transformers' Trainer needs to go on bit for bit; each by the names that it may have
-_TRAINERS_FILES = (("scheduler.pt",), ("rng_state.pth", "rng_state_*.pth"), ("training_args.bin",))
+_TRAINERS_FILES = (("scheduler.pt",), ("training_args.bin",))
 LAST_WRITTEN = "trainer_state.json"  # of a checkpoint's files: without it, writing was cut short
 
 
@@ -84,9 +84,10 @@ class FinetuneRun(RunFolder):
     def verify(self, step: int) -> None:
         """Raise CheckpointError where a file of a checkpoint is missing, or one of ours truncated or changed."""
         path, folder = self.checkpoint(step), self.checkpoint(step) / "narrowgauge"
-        is_trainers = task_of(self.config.read_text(encoding="utf-8")) != PPOConfig.task
-        for needed in (*_FILES, *(_TRAINERS_FILES if is_trainers else ())):
-            if not any(any(path.glob(name)) for name in needed):
+        config = self.settings()
+        is_trainers = not isinstance(config, PPOConfig)
+        for needed in (*_FILES, *((*_TRAINERS_FILES, *_random_states(config.processes)) if is_trainers else ())):
+            if not any((path / name).is_file() for name in needed):
                 raise CheckpointError(f"{path}: {needed[0]} is missing")
         for manifest in sorted(folder.rglob(MANIFEST)) or [folder / MANIFEST]:
             verify(manifest.parent)
@@ -104,6 +105,13 @@ class FinetuneRun(RunFolder):
         if wanted not in names:
             raise CheckpointError(f"{self.path}: expected a checkpoint '{wanted}', found {', '.join(names)}")
         return self.checkpoints / str(wanted)
+
+
+def _random_states(processes: int) -> tuple[tuple[str], ...]:
+    """The files with the states of random generators, of each process; all are needed."""
+    if processes <= 1:
+        return (("rng_state.pth",),)
+    return tuple((f"rng_state_{rank}.pth",) for rank in range(processes))
 
 
 def step_of(checkpoint: Path) -> int:

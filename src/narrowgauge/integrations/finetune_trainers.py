@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ConfigError
+from torch import nn
+
+from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.integrations import trl as trainers
 from narrowgauge.integrations.finetune_config import (
     DPOConfig,
@@ -53,15 +55,41 @@ def make_trainer(
         "statistics_every": config.statistics_every,
     }
     try:
-        trainer = make(config, loaded, common_arguments(config, output_dir), shared, rewards)
+        trainer = make(config, loaded, common_arguments(config, output_dir, loaded.model), shared, rewards)
     except (ValueError, RuntimeError, TypeError) as error:
         raise ConfigError(f"{config.task}: TRL {trl.__version__} refuses this run: {error}") from error
     trainer.remove_callback(PrinterCallback)
+    trainer.reads_once = True
+    _check_enough(config, trainer)
     watch.trainer = trainer
     return trainer
 
 
-def common_arguments(config: FinetuneConfig, output_dir: Path) -> dict[str, Any]:
+def _check_enough(config: FinetuneConfig, trainer: Any) -> None:
+    """Raise DataError where an epoch has no step: all processes fill their batches, and groups are whole."""
+    processes, examples = trainer.args.world_size, len(trainer.train_dataset)
+    needed = config.batch_size * processes if processes > 1 else 1
+    told = f"batch_size={config.batch_size} x {processes} processes"
+    if isinstance(config, GRPOConfig):
+        needed = config.batch_size * config.accumulation * processes // config.generations
+        told += f" x accumulation={config.accumulation} / generations={config.generations}"
+    if examples < needed:
+        raise DataError(
+            f"{config.data}: expected at least {needed} examples, {told}, found {examples}: lower batch_size, or give "
+            "more"
+        )
+
+
+def may_leave_unused(model: Any) -> bool:
+    """Whether a forward may not use all trainable parameters: of one with other senses than text, or lists of experts.
+
+    DistributedDataParallel then looks for them in every step; else it fails where there are some.
+    """
+    lists = (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return model.config.get_text_config() is not model.config or any("expert" in name for name in lists)
+
+
+def common_arguments(config: FinetuneConfig, output_dir: Path, model: Any) -> dict[str, Any]:
     """transformers' arguments, for all tasks. The recipe alone says in which formats is computed."""
     schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
     return {
@@ -87,6 +115,7 @@ def common_arguments(config: FinetuneConfig, output_dir: Path) -> dict[str, Any]
         "logging_nan_inf_filter": False,  # a loss that is not finite is to be seen
         "bf16": False,
         "fp16": False,
+        "ddp_find_unused_parameters": may_leave_unused(model),
         "use_cpu": config.torch_device().type == "cpu",
         "dataloader_pin_memory": config.torch_device().type == "cuda",
         "report_to": "none",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
+from narrowgauge.distributed.wire import SINCE_STEP
 from narrowgauge.errors import DivergenceError
 from narrowgauge.integrations.finetune_config import FinetuneConfig
 from narrowgauge.integrations.finetune_events import HeldOut, Started, Stepped
@@ -16,6 +18,7 @@ from narrowgauge.observe.journal_rows import Row
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.optim.guard import MAX_SKIPS
 from narrowgauge.train.events import CheckpointSaved, Interrupting, OnEvent, Warned
+from narrowgauge.train.ranks import ONE, Ranks
 from narrowgauge.train.signals import Interruption
 
 _EVALUATION = "eval_"  # how transformers begins the names of figures on held-out data
@@ -26,23 +29,30 @@ _TOKENS = "num_tokens"
 class Watch(TrainerCallback):
     """Turns a trainer's log into rows and events. `trainer` is set once it is made."""
 
-    journal: JournalWriter  # set before the first step
+    journal: JournalWriter | None = None  # set before the first step, on the first of several processes only
 
-    def __init__(self, config: FinetuneConfig, run_dir: Path, on_event: OnEvent) -> None:
-        self.config, self.run_dir, self.on_event = config, run_dir, on_event
+    def __init__(self, config: FinetuneConfig, run_dir: Path, on_event: OnEvent, ranks: Ranks = ONE) -> None:
+        self.config, self.run_dir, self.on_event, self.ranks = config, run_dir, on_event, ranks
+        self.on_progress: Callable[[int], None] = lambda step: None  # called after each step and batch held out
         self.interruption = Interruption(self._interrupted)
         self.trainer: Any = None
         self.resumed_from: Path | None = None
         self.figures: dict[str, float] = {}  # of the last step
         self.held_out: dict[str, float] | None = None
         self.step = 0
+        self.wire: int | None = None  # bytes that this process has sent in the last step
         self.tokens_before = 0.0  # in the steps before the checkpoint: TRL counts from there again
         self._began_s = time.monotonic()
         self._bad = 0
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal asked this process to end."""
+        return self.interruption.requested
+
     def warn(self, message: str) -> None:
         """Say what the run survives, and write it down."""
-        self.journal.write("warning", step=self.step, message=message)
+        self._write("warning", message=message)
         self.on_event(Warned(step=self.step, message=message))
 
     def continue_from(self, checkpoint: Path, rows: list[Row]) -> None:
@@ -64,7 +74,7 @@ class Watch(TrainerCallback):
                 examples=len(trainer.train_dataset),
                 eval_examples=0 if evaluated is None else len(evaluated),
                 report=trainer.conversion_report,
-                device=str(args.device),
+                device=args.device.type if self.ranks.layout is None else f"{args.world_size} x {args.device.type}",
                 resumed_from=self.resumed_from,
             )
         )
@@ -77,8 +87,17 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Stop where a signal asked for it, after a checkpoint."""
         self.step = state.global_step
-        if self.interruption.requested:
+        self.on_progress(self.step)
+        if self.ranks.any(self.interruption.requested):  # a signal reaches the processes one after the other
             control.should_save = control.should_training_stop = True
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Note what the step has sent, before more is sent."""
+        self.wire = SINCE_STEP.bytes if self.ranks.layout is not None else None
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """A batch of held-out examples was read."""
+        self.on_progress(self.step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **others: Any) -> None:
         """Write a step's figures, or an evaluation's."""
@@ -96,7 +115,7 @@ class Watch(TrainerCallback):
         if _TOKENS in figures:
             figures[_TOKENS] += self.tokens_before
         self.figures, self.step = figures, step
-        self.journal.write("step", step=step, **figures, seconds=seconds)
+        self._write("step", **figures, seconds=seconds)
         self.on_event(Stepped(step=step, steps=steps, seconds=seconds, figures=figures))
         if math.isfinite(figures["loss"]):
             self._bad = 0
@@ -116,7 +135,7 @@ class Watch(TrainerCallback):
         if self.config.task == "sft" and loss is not None:
             figures["perplexity"] = math.exp(loss) if loss < 709 else math.inf  # exp(709.8) is the largest double
         self.held_out = figures
-        self.journal.write("evaluation", step=self.step, **figures)
+        self._write("evaluation", **figures)
         self.on_event(HeldOut(step=self.step, figures=figures))
         self._began_s = time.monotonic()
 
@@ -126,11 +145,17 @@ class Watch(TrainerCallback):
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""
-        self.journal.sync()
+        self.on_progress(self.step)
+        if self.journal is not None:
+            self.journal.sync()
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         now_s = time.monotonic()
         seconds, self._began_s = now_s - self._began_s, now_s
         self.on_event(CheckpointSaved(step=self.step, path=path, bytes=size, seconds=seconds))
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self.journal is not None:
+            self.journal.write(kind, step=self.step, **fields)
 
     def _interrupted(self, signal: str) -> None:
         self.on_event(Interrupting(step=self.step, signal=signal))

@@ -13,6 +13,7 @@ from narrowgauge.observe.observation import Observation, Precision
 from narrowgauge.observe.shares import shares_by_role, worst_by_role
 from narrowgauge.optim.replace import current
 from narrowgauge.optim.scaler import LossScaler
+from narrowgauge.recipes.spec import Recipe
 
 _LOGGED = ("sqnr_db", "lost", "zero")  # of the worst layer; others are means of shares
 
@@ -38,6 +39,7 @@ class RecipeCallback(TrainerCallback):
         self.statistics_every, self.histograms_every = statistics_every, histograms_every
         self.writes_journal = journal
         self.journal: CallbackJournal | None = None
+        self.recipe: Recipe | None = None  # the trainer's, where it has one
         self.skipped_steps = 0
         self._has_skipped = False
         self._observation: Observation | None = None
@@ -67,9 +69,11 @@ class RecipeCallback(TrainerCallback):
         if self._observation is None:  # before the first step all is prepared, in several processes, too
             self._observation = Observation(model, optimizer, self.statistics_every, self.histograms_every)
             if self.journal is not None:
-                self.journal.complete_header(model, optimizer)
+                self.journal.complete_header(model, optimizer, self.recipe)
             elif self.writes_journal and state.is_world_process_zero:
-                self.journal = CallbackJournal.begin(Path(args.output_dir), state.global_step, model, optimizer)
+                self.journal = CallbackJournal.begin(
+                    Path(args.output_dir), state.global_step, model, optimizer, self.recipe
+                )
         step = state.global_step + 1
         if self._observation.due(step):
             self._observation.begin(step)

@@ -77,6 +77,7 @@ class Trainer(transformers.Trainer):
     lr_scheduler: Any
     accelerator: Any
     verified: Path | None = None  # a checkpoint whose sums the caller has taken, and which are not taken again
+    reads_once = False  # in several processes, whether no example is read twice in an epoch: the rest is left out
 
     def __init__(self, *args: Any, recipe: Recipe | str, statistics_every: int = 100, **kwargs: Any) -> None:
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
@@ -87,6 +88,7 @@ class Trainer(transformers.Trainer):
         self.recipe_callback = RecipeCallback(statistics_every).add_to(self)
         resolved = self.recipe.resolve(self.args.device)
         check_arguments(self.args, resolved)
+        self.recipe_callback.recipe = resolved
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigError("a recipe with DeepSpeed or FSDP through TrainingArguments: use narrowgauge.distributed")
         if self._is_distributed:
@@ -145,6 +147,15 @@ class Trainer(transformers.Trainer):
         _, optimizer = prepare(model, optimizer, self.recipe)
         self._prepared = self.model
         return optimizer
+
+    def get_train_dataloader(self) -> Any:
+        """As transformers', where `reads_once` in several processes without a last batch that not all can fill."""
+        own = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = own or (self.reads_once and self._is_distributed)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.args.dataloader_drop_last = own
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of a step; their gradients are summed in float32."""
@@ -241,6 +252,10 @@ class Trainer(transformers.Trainer):
         save(Path(output_dir) / STATE, self.model, self._own_optimizer())  # of several processes, all write
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # what is written next says that all is there
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -20,6 +20,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Sized
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -31,6 +32,7 @@ from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.integrations.requirements import require
 from narrowgauge.integrations.rewards import check_rewards, checked
 from narrowgauge.integrations.transformers import Trainer
+from narrowgauge.layers.autocast import autocast
 from narrowgauge.layers.wrapping import AutocastForward
 from narrowgauge.recipes.select import head_is_asked_for
 from narrowgauge.recipes.spec import Recipe
@@ -291,6 +293,13 @@ class _OnPolicy(_RecipeTrainer):
         in_fp32 = bool(getattr(self.args, "cast_lm_head_to_fp32", False))
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_fp32)
         return self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, inside the recipe's autocast."""
+        # in several processes the wrapper has it, and what is sampled from is the model inside
+        outside = autocast(self.recipe.at(self.state.global_step)) if self._is_distributed else nullcontext()
+        with outside:
+            return super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from narrowgauge.distributed import Layout, agreement, layout
 from narrowgauge.distributed.layout import GroupReducer
-from narrowgauge.errors import ConfigError, NarrowgaugeError
+from narrowgauge.errors import ConfigError, NarrowgaugeError, ProcessError
 from narrowgauge.ops.reduce import any_of
 from narrowgauge.train.sections import ParallelConfig
 
@@ -46,8 +46,13 @@ class Ranks:
 
         values: nested, fit for JSON. All processes would go by the first one's, which is not what was asked for.
         """
-        if self.layout is not None:
+        if self.layout is None:
+            return
+        try:
             agreement.check({agreement.EVERYONE: _flat(values)})
+        except ProcessError as error:
+            error.is_told_elsewhere = not self.is_first
+            raise
 
     @property
     def is_first(self) -> bool:
@@ -80,9 +85,31 @@ class Ranks:
         if failure is not None:
             raise failure
         if answer[1] is not None:
-            kind, message = answer[1]
-            raise (kind(message) if issubclass(kind, NarrowgaugeError) else NarrowgaugeError(message))
+            raise _told_elsewhere(*answer[1])
         return answer[0]
+
+    def together(self, function: Callable[[], T]) -> T:
+        """`function` on every process; where it raises on one, all raise, and the first of the run tells it.
+
+        Nothing in it may communicate.
+        """
+        if self.layout is None:
+            return function()
+        value: T | None = None
+        failure: Exception | None = None
+        try:
+            value = function()
+        except Exception as error:
+            failure = error
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, None if failure is None else (type(failure), str(failure)))
+        failed = [rank for rank, each in enumerate(found) if each is not None]
+        if not failed:
+            return value  # type: ignore[return-value]
+        if self.is_first and failure is not None:
+            raise failure
+        kind, message = found[failed[0]]
+        raise _told_elsewhere(kind, message) if not self.is_first else _as_ours(kind, f"rank {failed[0]}: {message}")
 
     def first_then_others(self, function: Callable[[], T]) -> T:
         """`function` on every process, on the others once the first has made what they find in its cache."""
@@ -118,6 +145,18 @@ class Ranks:
 
 
 ONE = Ranks()
+
+
+def _as_ours(kind: type[Exception], message: str) -> NarrowgaugeError:
+    """Another process's error."""
+    return kind(message) if issubclass(kind, NarrowgaugeError) else NarrowgaugeError(message)
+
+
+def _told_elsewhere(kind: type[Exception], message: str) -> NarrowgaugeError:
+    """The first process's error, which it tells."""
+    error = _as_ours(kind, message)
+    error.is_told_elsewhere = True
+    return error
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
