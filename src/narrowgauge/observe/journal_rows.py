@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from narrowgauge.errors import CheckpointError
 
@@ -15,10 +15,13 @@ Row = dict[str, Any]
 FILE_NAME = "journal.jsonl"
 SCHEMA = 2  # what this version writes; a header without one is schema 1's
 MOST_STEPS = 1 << 32
+_BUFFER = 1 << 20  # bytes read at once
 LONGEST_LINE = 1 << 28  # bytes; a row of 10,000 layers has a few megabytes, and what is longer is no row
 # JSON has no such numbers; Python's bare NaN would be refused by other readers
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NON_FINITE_ENDS = (b'NaN"', b'Infinity"')
+# of values in a dict as `encode` writes them, which Python's json takes bare; an escaped quote makes another text
+_BARE = ((b': "NaN"', b": NaN"), (b': "Infinity"', b": Infinity"), (b': "-Infinity"', b": -Infinity"))
 _START = b'{"kind": "'  # of every line as `encode` writes it: other kinds are passed over without being parsed
 
 
@@ -39,6 +42,8 @@ def encode(row: Row) -> bytes:
 
 def decode(line: bytes) -> Row:
     """The row of a line. Raises ValueError where it holds none."""
+    for written, plain in _BARE:
+        line = line.replace(written, plain)
     try:
         row = json.loads(line)
     except RecursionError:
@@ -59,28 +64,64 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def lines(path: Path, kinds: Collection[str] | None = None, after: Line | None = None) -> Iterator[Line]:
-    """Every whole line of a journal, or only those of `kinds`, without holding more than one; an unended one is left
-    out. after: begin behind this line.
+class Text(NamedTuple):
+    """A whole line as it stands: its number from 1, where it ends, in bytes, and its bytes, or those it begins with."""
 
-    Raises OSError.
+    number: int
+    end: int
+    data: bytes
+
+    @property
+    def is_too_long(self) -> bool:
+        return len(self.data) == LONGEST_LINE and not self.data.endswith(b"\n")
+
+    def may_be_of(self, starts: tuple[bytes, ...]) -> bool:
+        """False where it is a row of another kind than those whose lines have such `starts`."""
+        return self.data.startswith(starts) or not self.data.startswith(_START) or self.is_too_long
+
+    def parsed(self, path: Path) -> Line:
+        """Its row, or what is wrong with it."""
+        try:
+            if not self.is_too_long:
+                return Line(self.number, self.end, decode(self.data))
+        except ValueError:
+            pass
+        return Line(self.number, self.end, None, _problem(path, self.number, self.data))
+
+
+def start_of(kind: str) -> bytes:
+    """How every line of a kind begins, as `encode` writes it."""
+    return _START + kind.encode() + b'"'
+
+
+def texts(path: Path, after: Line | None = None) -> Iterator[Text]:
+    """Every whole line of a journal, without holding more than one; an unended one is left out.
+
+    after: begin behind this line. Raises OSError.
     """
-    starts = None if kinds is None else tuple(_START + kind.encode() + b'"' for kind in kinds)
-    with path.open("rb") as file:
+    with path.open("rb", buffering=_BUFFER) as file:
         number, end = (after.number, after.end) if after else (0, 0)
         file.seek(end)
         while data := file.readline(LONGEST_LINE):
             number += 1
-            is_too_long = len(data) == LONGEST_LINE and not data.endswith(b"\n")
-            end += len(data) + (_skip_line(file) if is_too_long else 0)
-            if is_too_long:
-                yield Line(number, end, None, _problem(path, number, data))
+            end += len(data)
+            text = Text(number, end, data)
+            if text.is_too_long:
+                end += _skip_line(file)
+                text = Text(number, end, data)
             elif not data.endswith(b"\n"):
                 return
-            elif starts is None or data.startswith(starts) or not data.startswith(_START):
-                line = _parsed(path, number, end, data)
-                if kinds is None or line.row is None or line.row["kind"] in kinds:
-                    yield line
+            yield text
+
+
+def lines(path: Path, kinds: Collection[str] | None = None, after: Line | None = None) -> Iterator[Line]:
+    """Every whole line of a journal, or only those of `kinds`; see `texts`. Raises OSError."""
+    starts = None if kinds is None else tuple(map(start_of, kinds))
+    for text in texts(path, after):
+        if starts is None or text.may_be_of(starts):
+            line = text.parsed(path)
+            if kinds is None or line.row is None or line.row["kind"] in kinds:
+                yield line
 
 
 def ends_whole(path: Path) -> bool:
@@ -105,13 +146,6 @@ def check_header(path: Path, line: Line | None) -> Row:
             "update narrowgauge"
         )
     return line.row
-
-
-def _parsed(path: Path, number: int, end: int, data: bytes) -> Line:
-    try:
-        return Line(number, end, decode(data))
-    except ValueError:
-        return Line(number, end, None, _problem(path, number, data))
 
 
 def _problem(path: Path, number: int, data: bytes) -> str:

@@ -21,6 +21,15 @@ class HistogramReader:
         self._kept: list[tuple[int, dict[Cell, tuple[int, np.ndarray]]]] = []
         self._last: tuple[int, dict[Cell, tuple[int, np.ndarray]]] | None = None
 
+    @property
+    def keeps_next(self) -> bool:
+        """Whether the next row is kept, wherever it stands; else it is only where it is the last."""
+        return self.rows % self._every == 0
+
+    def skip(self) -> None:
+        """Pass a row over that is not kept, nor the last."""
+        self.rows += 1
+
     def add(self, step: int, layers: Any) -> None:
         """Take in {layer: {role: {"low": exponent, "counts": [...], "zeros": n}}}; what is damaged is passed over."""
         found: dict[Cell, tuple[int, np.ndarray]] = {}
@@ -30,7 +39,7 @@ class HistogramReader:
                 if counted is not None:
                     found[Cell(layer, role)] = counted
         self._last = step, found
-        if self.rows % self._every == 0:
+        if self.keeps_next:
             self._kept.append(self._last)
             if len(self._kept) > 2 * KEPT:
                 self._kept = self._kept[::2]

@@ -16,7 +16,12 @@ MEASURES = ("sqnr_db", "saturated", "flushed", "zero", "lost", "amax", "scale")
 OPERANDS = frozenset(OPERAND_ROLES)
 STATE = frozenset({*MOMENT_ROLES, "param"})  # looked at together, and not in every sample
 _LARGEST = 1 << 127  # below the end of float32
+_FLOAT = frozenset({float})
+MOST_SHAPES = 8  # remembered: of whole samples, and of operands alone; each for the recipes that a run goes through
 ALL_LAYERS = "all layers (mean)"  # of schema 1, which has means over the layers
+
+
+Names = tuple[tuple[str, str, tuple[str, ...]], ...]  # layer, role and measures of each cell of a row
 
 
 class Cell(NamedTuple):
@@ -78,6 +83,16 @@ class Tally:
             setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, more)), constant_values=fill))
 
 
+class Shape(NamedTuple):
+    """What a row's numbers are. columns: of each measure the places of its numbers among all, and their cells.
+
+    seen: the cells of the row, those without a number among them.
+    """
+
+    columns: dict[str, tuple[np.ndarray, np.ndarray]]
+    seen: frozenset[Cell]
+
+
 class PrecisionReader:
     """Takes in `precision` rows, in order; memory does not grow with their number."""
 
@@ -88,6 +103,8 @@ class PrecisionReader:
         self.steps_sampled: list[int] = []  # the first and the last two with measures: how often was sampled
         self.empty = 0  # rows in which nothing was cast
         self._index: dict[Cell, int] = {}
+        self._shapes: dict[Names, Shape] = {}
+        self._calm_of: tuple[Shape, np.ndarray] | None = None  # of the row before
 
     @property
     def samples(self) -> int:
@@ -96,36 +113,53 @@ class PrecisionReader:
 
     def add(self, step: int, layers: Any) -> None:
         """Take in {layer: {role: {measure: number}}}; what is no number is passed over."""
-        columns: dict[str, list[float]] = {}
-        seen: set[Cell] = set()
-        for layer, roles in layers.items() if isinstance(layers, dict) else ():
-            for role, measures in roles.items() if isinstance(roles, dict) else ():
-                if not isinstance(measures, dict):
-                    continue
-                cell, at = Cell(layer, role), -1
-                seen.add(cell)
-                for measure, value in measures.items():
-                    if type(value) is not float and not (type(value) is int and abs(value) < _LARGEST):
-                        continue
-                    at = self._at(cell) if at < 0 else at
-                    column = columns.get(measure)
-                    if column is None:
-                        column = columns[measure] = [math.nan] * len(self._index)
-                    elif len(column) <= at:
-                        column.extend([math.nan] * (at + 1 - len(column)))
-                    column[at] = math.inf if measure in ("amax", "scale") and value != value else value
-        for column in columns.values():
-            column.extend([math.nan] * (len(self.cells) - len(column)))
+        names, values = _flat(layers)
+        is_plain = _FLOAT.issuperset(map(type, values))
+        shape = self._shapes.get(names) if is_plain else None
+        if shape is None:
+            shape = self._shape(names, [_is_number(value) for value in values])
+            if is_plain and len(self._shapes) < MOST_SHAPES:
+                self._shapes[names] = shape
+        self._take(step, np.array(values if is_plain else [v if _is_number(v) else 0.0 for v in values]), shape)
+
+    def _shape(self, names: Names, are_numbers: Sequence[bool]) -> Shape:
+        at = 0
+        columns: dict[str, tuple[list[int], list[int]]] = {}
+        for layer, role, measures in names:
+            for measure in measures:
+                if are_numbers[at]:
+                    places, cells = columns.setdefault(measure, ([], []))
+                    places.append(at)
+                    cells.append(self._at(Cell(layer, role)))
+                at += 1
+        arrays = {measure: (np.array(places), np.array(cells)) for measure, (places, cells) in columns.items()}
+        return Shape(arrays, frozenset(Cell(layer, role) for layer, role, _ in names))
+
+    def _take(self, step: int, values: np.ndarray, shape: Shape) -> None:
+        nothing = np.full(len(self.cells), math.nan)
+        columns: dict[str, np.ndarray] = {}
+        for measure, (places, cells) in shape.columns.items():
+            column = columns[measure] = nothing.copy()
+            column[cells] = values[places]
+            if measure in ("amax", "scale"):  # NaN where a value was: beyond all, and no missing one
+                column[cells[np.isnan(column[cells])]] = math.inf
         self.bins.add(step, columns)
         if columns:
             self.steps_sampled = [*self.steps_sampled[:1], *self.steps_sampled[-1:], step][-3:]
         else:
             self.empty += 1
-        roles_seen = OPERANDS | (STATE if any(cell.role in STATE for cell in seen) else frozenset())
-        is_calm = np.array([cell.role in roles_seen and cell not in seen for cell in self.cells], bool)
-        nothing = np.full(len(self.cells), math.nan)
+        is_calm = self._calm(shape)
         for measure, tally in self.tallies.items():
-            tally.add(step, np.array(columns[measure]) if measure in columns else nothing, self.cells, is_calm)
+            tally.add(step, columns.get(measure, nothing), self.cells, is_calm)
+
+    def _calm(self, shape: Shape) -> np.ndarray:
+        """Of each cell whether it was looked at, and is not cast."""
+        known = self._calm_of
+        if known is None or known[0] is not shape or len(known[1]) != len(self.cells):
+            looked_at = OPERANDS | (STATE if any(role in STATE for _, role in shape.seen) else frozenset())
+            calm = [cell.role in looked_at and cell not in shape.seen for cell in self.cells]
+            self._calm_of = known = shape, np.array(calm, bool)
+        return known[1]
 
     def summary(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
         """{layer: {role: {measure: {"first", "worst", "worst_step", "last"}}}} of the measures that rules look at."""
@@ -147,3 +181,19 @@ class PrecisionReader:
             at = self._index[cell] = len(self.cells)
             self.cells.append(cell)
         return at
+
+
+def _flat(layers: Any) -> tuple[Names, list[Any]]:
+    """(the names in a row, its values), in order."""
+    names: list[tuple[str, str, tuple[str, ...]]] = []
+    values: list[Any] = []
+    for layer, roles in layers.items() if isinstance(layers, dict) else ():
+        for role, measures in roles.items() if isinstance(roles, dict) else ():
+            if isinstance(measures, dict):
+                names.append((layer, role, tuple(measures)))
+                values.extend(measures.values())
+    return tuple(names), values
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < _LARGEST)

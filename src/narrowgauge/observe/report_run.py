@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from narrowgauge.observe.journal import Journal
-from narrowgauge.observe.journal_rows import Line, Row, lines, number
+from narrowgauge.observe.journal_rows import Line, Row, Text, number, start_of, texts
 from narrowgauge.observe.loss_band import RobustBand
 from narrowgauge.observe.report_histograms import HistogramReader
 from narrowgauge.observe.report_precision import ALL_LAYERS, Cell, PrecisionReader
@@ -22,6 +22,7 @@ BAND = {"window": 32, "spreads": 10.0, "floor": 1.5}  # as train.sections.Diverg
 MOST_EVENTS = 2000
 MOST_PROBLEMS = 20
 _TAIL_BYTES = 256
+_HISTOGRAMS, _HISTOGRAMS_END = start_of("histograms"), b"}}}}\n"
 
 
 class RunReader:
@@ -47,14 +48,19 @@ class RunReader:
             self.journal = Journal(path)  # whether the last line is whole may have changed
             if was_cut_back:
                 self._clear()
-        for line in lines(path, after=self._line):
-            self._line = Line(line.number, line.end, None)
-            if line.row is None:
-                self.damaged += 1
-                if len(self.problems) < MOST_PROBLEMS:
-                    self.problems.append(self._private(line.problem))
-            else:
-                self._take(line.row)
+        passed_over: Text | None = None
+        for text in texts(path, self._line):
+            self._line = Line(text.number, text.end, None)
+            if text.data.startswith(_HISTOGRAMS):
+                if passed_over is not None:
+                    self.histograms.skip()
+                    passed_over = None
+                if not self.histograms.keeps_next and text.data.endswith(_HISTOGRAMS_END):
+                    passed_over = text
+                    continue
+            self._read(text)
+        if passed_over is not None:
+            self._read(passed_over)
         self._size = size
         self._tail = _tail(path, self._line.end) if self._line else b""
         return True
@@ -128,6 +134,15 @@ class RunReader:
         self._line: Line | None = None  # the last one taken in, without its row
         self._size = 0
         self._tail = b""
+
+    def _read(self, text: Text) -> None:
+        line = text.parsed(self.journal.path)
+        if line.row is not None:
+            self._take(line.row)
+            return
+        self.damaged += 1
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(self._private(line.problem))
 
     def _private(self, text: str) -> str:
         return text.replace(str(self.journal.path), self.journal.path.name)

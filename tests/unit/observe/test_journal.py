@@ -11,6 +11,7 @@ import pytest
 
 from narrowgauge.errors import CheckpointError
 from narrowgauge.observe import journal
+from narrowgauge.observe.journal_rows import decode, encode
 from narrowgauge.observe.journal_writer import JournalWriter
 
 
@@ -31,6 +32,15 @@ def test_numbers_read_back_with_the_same_bits(tmp_path: Path) -> None:
     assert [v.hex() for v in row["values"][:-1]] == [v.hex() for v in values[:-1]]
     assert math.isnan(row["values"][-1]) and math.isnan(row["nested"]["loss"])
     assert b"NaN," not in path.read_bytes().replace(b'"NaN"', b"")  # strict JSON
+
+
+def test_what_only_looks_like_no_number_is_text() -> None:
+    """Values are read back from their texts; what a text holds or a key is called is not touched."""
+    row = {"kind": "warning", "step": 1, "message": 'x: "NaN", "Infinity"', "NaN": 1, "a": {"Infinity": {"NaN": 2.5}}}
+    assert decode(encode(row)) == row
+    row = {"kind": "step", "step": 1, "a": math.inf, "b": [{"c": -math.inf}, math.inf], "NaN": {"d": math.inf}}
+    assert decode(encode(row)) == row
+    assert decode(b'{"kind":"step","step":1,"loss":"Infinity"}') == {"kind": "step", "step": 1, "loss": math.inf}
 
 
 def test_a_torn_last_line_is_left_out_and_removed_by_cut(tmp_path: Path) -> None:

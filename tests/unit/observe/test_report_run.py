@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from narrowgauge.errors import CheckpointError, ConfigError
@@ -16,8 +17,9 @@ from narrowgauge.observe.report_attention import attention
 from narrowgauge.observe.report_bins import Bins
 from narrowgauge.observe.report_data import report_data
 from narrowgauge.observe.report_figures import figures
+from narrowgauge.observe.report_histograms import KEPT, HistogramReader
 from narrowgauge.observe.report_page import page
-from narrowgauge.observe.report_precision import ALL_LAYERS, Cell
+from narrowgauge.observe.report_precision import ALL_LAYERS, Cell, PrecisionReader
 from narrowgauge.observe.report_run import RunReader
 from synthetic_run import header, layer_names, write_run
 
@@ -78,6 +80,53 @@ def test_what_is_no_number_and_no_table_is_passed_over(tmp_path):
     run = RunReader(folder)
     assert math.isnan(run.steps["loss"][-1])
     page(report_data([run]))
+
+
+def test_rows_of_names_that_were_met_are_taken_by_their_own_values():
+    """Names are looked up once; whatever stands in the place of a number later is still told from one."""
+    reader = PrecisionReader({})
+    rows = [
+        {"amax": 1.0, "flushed": 0.5}, {"amax": 2.0, "flushed": 0.25}, {"amax": "x", "flushed": 0.125},
+        {"amax": math.nan, "flushed": True}, {"amax": 3, "flushed": math.nan}, {"flushed": 0.75, "amax": 4.0},
+        {"amax": 10**400, "flushed": None}, {"amax": 5.0},
+    ]  # fmt: skip
+    for step, measures in enumerate(rows, 1):
+        reader.add(step, {"up": {"weight": {"amax": 8.0 * step}, "input": measures}, "down": None})
+    at = reader.cells.index(Cell("up", "input"))
+    nan, inf = math.nan, math.inf
+    expected = {"amax": [1, 2, nan, inf, 3, 4, nan, 5], "flushed": [0.5, 0.25, 0.125, nan, nan, 0.75, nan, nan]}
+    for measure, values in expected.items():
+        assert np.array_equal(reader.bins.low(measure)[at], np.array(values, np.float32), equal_nan=True), measure
+    assert reader.bins.low("amax")[1 - at].tolist() == [8.0 * step for step in range(1, 9)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 18, 33, 100])
+def test_histograms_that_are_not_kept_are_passed_over_unread(tmp_path, rows, monkeypatch):
+    folder = write_run(tmp_path, steps=0)
+    read, every = [], HistogramReader()
+    add = HistogramReader.add
+    monkeypatch.setattr(HistogramReader, "add", lambda self, step, layers: (read.append(step), add(self, step, layers)))
+    with (folder / "journal.jsonl").open("ab") as file:
+        for step in range(1, rows + 1):
+            layers = {"up": {"input": {"low": -2, "counts": [step, 0, 100 - step], "zeros": 100}}}
+            add(every, step, layers)
+            file.write(encode({"kind": "histograms", "step": step, "layers": layers}))
+    run = RunReader(folder)
+    assert run.histograms.rows == rows and len(read) <= min(rows, 2 * KEPT + 1 + KEPT * math.log2(rows))
+    assert [step for step, _ in run.histograms.kept()] == [step for step, _ in every.kept()]
+    assert read[-1] == rows
+
+
+def test_a_histogram_cut_off_is_told_whether_it_would_be_kept_or_not(tmp_path):
+    folder = write_run(tmp_path, steps=100, every=1, layers=1)
+    journal = folder / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    places = [at for at, line in enumerate(lines) if line.startswith(b'{"kind": "histograms"')]
+    for at in (places[0], places[-2], places[-1]):
+        lines[at] = lines[at][:80] + b"\n"
+    journal.write_bytes(b"".join(lines))
+    run = RunReader(folder)
+    assert run.damaged == 3 and run.histograms.rows == len(places) - 3
 
 
 def test_integers_beyond_every_type_and_headers_of_another_shape_are_no_traceback(tmp_path):
