@@ -46,7 +46,7 @@ class Bins:
         """float32 (series, bins): the greatest value of each bin."""
         return self._high[measure][: self.series, : self.count]
 
-    def add(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+    def add(self, step: int, values: Mapping[str, Sequence[float] | np.ndarray]) -> None:
         """One sample: of each measure a value for each series, in the caller's order; new ones at the end."""
         self._make_room(max((len(column) for column in values.values()), default=0), values)
         if self.count == 0 or self._in_last == self._per_bin:
