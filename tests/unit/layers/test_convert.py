@@ -49,6 +49,19 @@ def test_a_root_layer_is_converted_in_place() -> None:  # case 59
     assert ng.report(model)[""].status == CONVERTED
 
 
+def test_float32_layers_are_torchs_own_unless_their_operands_are_tf32() -> None:
+    """TF32 has 10 bits of mantissa: it has no 1 + 2^-11, whose half is rounded to even, and it has 1 + 2^-10."""
+    x = torch.zeros(2, 16)
+    x[0, 0], x[1, 0] = 1 + 2.0**-11, 1 + 2.0**-10
+    for recipe, kind, expected in (("fp32", nn.Linear, x[0, 0].item()), ("tf32", Linear, 1.0)):
+        layer = nn.Linear(16, 16, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(torch.eye(16))
+        ng.convert(layer, recipe)
+        assert type(layer) is kind
+        assert layer(x)[:, 0].tolist() == [expected, x[1, 0].item()]
+
+
 def test_hooks_fire_once_a_call() -> None:  # case 59
     layer = nn.Linear(16, 16)
     calls: list[str] = []

@@ -23,6 +23,7 @@ def tally_of(x: Tensor, approximation: Tensor) -> Tally:
 
 def test_parts_have_the_measures_of_the_whole_whether_they_meet_on_the_device_or_later() -> None:
     x = torch.randn(64, 32) * torch.logspace(-9, 3, 64)[:, None]
+    x[5, ::2] = x[20, ::4] = 0
     approximation = x.bfloat16().float()
     approximation[0] = 0
     whole = tally_of(x, approximation).read()
@@ -32,9 +33,18 @@ def test_parts_have_the_measures_of_the_whole_whether_they_meet_on_the_device_or
     for found in (later, parts[0].read()):
         assert found.measures() == pytest.approx(whole.measures(), rel=1e-12)
         assert (found.bins, found.zeros) == (whole.bins, whole.zeros)
+    assert whole.zeros == 16 + 8
     measures = whole.measures()
     assert measures["sqnr_db"] == pytest.approx(sqnr_db(x, approximation), abs=1e-9)
     assert measures["flushed"] == 32 / 2048 and measures["amax"] == x.abs().max().item() and "scale" not in measures
+
+
+def test_figures_with_counts_and_those_without_are_merged_either_way() -> None:
+    bare, counted = Figures({"values": 2.0}, {"amax": 1.0}), Figures({"values": 3.0, "lost": 1.0}, {}, [1, 0, 2], 4)
+    for found in (bare.merged(counted), counted.merged(bare)):
+        assert found == Figures({"values": 5.0, "lost": 1.0}, {"amax": 1.0}, [1, 0, 2], 4)
+    assert counted.merged(counted) == Figures({"values": 6.0, "lost": 2.0}, {}, [2, 0, 4], 8)
+    assert bare.merged(bare) == Figures({"values": 4.0}, {"amax": 1.0})
 
 
 def test_what_is_not_known_has_no_measure() -> None:
@@ -52,6 +62,15 @@ def test_an_exact_cast_has_infinite_sqnr_and_one_that_loses_all_has_zero_db() ->
     lost.add_error(torch.full((3,), 1e-30), torch.zeros(3))  # whose squares are no float32 numbers
     assert exact.read().measures() == {"sqnr_db": math.inf}
     assert lost.read().measures() == {"sqnr_db": 0.0}
+    from_nothing = Tally()
+    from_nothing.add_error(torch.zeros(3), torch.ones(3))
+    assert from_nothing.read().measures() == {"sqnr_db": -math.inf}
+
+
+def test_a_factor_is_of_the_approximation() -> None:
+    tally = Tally()
+    tally.add_error(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.0, 2.0]), torch.tensor(2.0))
+    assert tally.read().sums == {"signal": 14.0, "noise": 2.0}  # 2, 2, 4 in place of 1, 2, 3
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1 << 15, (1 << 15) + 1, 100_000])

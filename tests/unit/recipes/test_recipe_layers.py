@@ -38,6 +38,9 @@ def test_layers_in_the_compute_dtype_are_kept_and_no_other_layers_turn_depends_o
     assert {name: s.quantized for name, s in found.items()} == {"a": False, "b": False, "c": True, "d": True}
     assert "first 1" in found["a"].reason and "'b'" in found["b"].reason
     assert found["c"].reason == "matches include glob '*'"
+    at_the_end = recipe.for_layers("a", "bf16")  # among the first all the same: it makes no room there for another
+    reasons = {s.name: s.reason for s in select([Candidate(n, 32, 32) for n in "acd"], at_the_end)}
+    assert "first 1" in reasons["a"] and reasons["c"] == reasons["d"] == "matches include glob '*'"
 
 
 def test_the_reason_names_the_glob_that_decided_and_globs_keep_their_case():
