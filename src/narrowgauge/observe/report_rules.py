@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.observe.report_precision import Cell, PrecisionReader, Tally
-from narrowgauge.observe.report_words import amount, best_sqnr_db, expectation, headline, of_format, remedy
+from narrowgauge.observe.report_words import (
+    amount,
+    best_sqnr_db,
+    expectation,
+    headline,
+    is_stochastic,
+    of_format,
+    remedy,
+)  # fmt: skip
 
 SERIOUS, LOOK, NOTE = "serious", "look", "note"
 SEVERITIES = (SERIOUS, LOOK, NOTE)
@@ -75,6 +83,8 @@ def cell_tallies(spec_of: Callable[[Cell], Mapping[str, Any]]) -> dict[str, Tall
 
 def _limits_of(rule: CellRule, spec_of: Callable[[Cell], Mapping[str, Any]]) -> Callable[[Cell], tuple[float, ...]]:
     def limits(cell: Cell) -> tuple[float, ...]:
+        if rule.name == "lost updates" and is_stochastic(spec_of(cell)):
+            return math.nan, math.nan
         if rule.name == "flushed":
             return FLUSHED_MOMENTS.get(cell.role, (rule.look, rule.serious))
         if not rule.relative:
@@ -92,11 +102,12 @@ def thresholds() -> list[str]:
         "saturation: 0.1 % of a tensor's values or more cut off at the format's largest; from 1 % on it is serious",
         "flushed: 10 % or more of the values that are not zero became zero in the cast, of second moments 0.1 %; from "
         "50 % and 1 % on it is serious; first moments are not judged",
-        f"both a step less where the SQNR stays within {HARMLESS_DB:.0f} dB of what the format gives (saturation: if "
-        "the scale is not a delayed one)",
+        f"both count less where the SQNR stays within {HARMLESS_DB:.0f} dB of what the format gives: flushed a step, "
+        "and saturation, if the scale is not a delayed one, is a note",
         "low SQNR: 10 dB or more below what the format gives (6.02 dB for each mantissa bit, and 14.1); from 20 dB on "
         f"it is serious; integers and unknown formats are judged against {UNKNOWN_SQNR_DB:.0f} dB",
-        "lost updates: 25 % or more of a parameter's updates changed no bit of it; from 75 % on it is serious",
+        "lost updates: 25 % or more of a parameter's updates changed no bit of it; from 75 % on it is serious; of "
+        "parameters that are rounded stochastically they arrive in the mean, and are not judged",
         "dead gradients: all of a gradient is exactly zero; or zeros rose from below 25 % to 50 % or more",
     ]
 
@@ -115,7 +126,7 @@ def _by_role(rule: CellRule, reader: PrecisionReader, specs: Mapping[Cell, Mappi
     for at in np.flatnonzero(tally.beyond[0]).tolist():
         severity = _severity(tally, at)
         if _is_harmless(rule, reader, at, specs):
-            severity = SEVERITIES[min(SEVERITIES.index(severity) + 1, len(SEVERITIES) - 1)]
+            severity = NOTE if severity != SERIOUS or rule.name == "saturation" else LOOK
         groups.setdefault((severity, reader.cells[at].role), []).append(at)
     found = []
     for (severity, role), cells in groups.items():
@@ -125,10 +136,9 @@ def _by_role(rule: CellRule, reader: PrecisionReader, specs: Mapping[Cell, Mappi
 
 
 def _severity(tally: Tally, at: int) -> str:
-    is_over = tally.calm[0, at] >= OVER_AFTER
-    if tally.beyond[1, at]:
-        return LOOK if is_over else SERIOUS
-    return NOTE if is_over else LOOK
+    if tally.beyond[1, at] and tally.calm[1, at] < OVER_AFTER:
+        return SERIOUS
+    return LOOK if tally.beyond[1, at] or tally.calm[0, at] < OVER_AFTER else NOTE
 
 
 def _is_harmless(rule: CellRule, reader: PrecisionReader, at: int, specs: Mapping[Cell, Mapping[str, Any]]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowgauge.numerics import formats
+from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.observe.report_precision import Cell
 
 ROLE_WORDS = {
@@ -28,9 +29,15 @@ def expected_sqnr_db(name: Any) -> float | None:
 
 
 def best_sqnr_db(spec: Mapping[str, Any]) -> float | None:
-    """`expected_sqnr_db` of what a role is cast to, with the master or residual that a parameter has beside it."""
+    """`expected_sqnr_db` of what a role is cast to, with the master or residual that a parameter has beside it.
+
+    Rounded stochastically, a value between two neighbours errs by f (1 - f) of their distance squared in the mean: over
+    all f a sixth, where nearest gives a twelfth.
+    """
     master = spec.get("master")
     alone = expected_sqnr_db(spec.get("format"))
+    if is_stochastic(spec) and alone is not None:
+        alone -= 10 * math.log10(2)
     if master == "INT8" and alone is not None:  # splits each unit in the last place into 254 steps
         return alone + 20 * math.log10(2 * formats.INT8.max)
     if master == "INT16":  # all the bits of float32
@@ -38,11 +45,16 @@ def best_sqnr_db(spec: Mapping[str, Any]) -> float | None:
     return expected_sqnr_db(master) if master else alone
 
 
+def is_stochastic(spec: Mapping[str, Any]) -> bool:
+    """Whether a role is rounded stochastically: its errors, and updates that change nothing, vanish in the mean."""
+    return spec.get("rounding") == STOCHASTIC.value
+
+
 def format_name(spec: Mapping[str, Any]) -> str:
     """The format in words; "" where it is not known."""
     name, master = str(spec.get("format") or ""), spec.get("master")
     if not master:
-        return name
+        return f"{name}, rounded stochastically" if name and is_stochastic(spec) else name
     residual = {"INT8": "an 8-bit residual, 24 bits in all", "INT16": "a 16-bit residual, 32 bits in all"}
     return f"{name} with {residual.get(master, f'a master copy in {master}')}"
 

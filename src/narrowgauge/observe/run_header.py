@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from narrowgauge.layers.gradient_hooks import KeptGradient
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.layers.report import report
 from narrowgauge.numerics.formats import Format, of_dtype
+from narrowgauge.numerics.rounding import STOCHASTIC
 from narrowgauge.numerics.scaling import NONE, Delayed, ScaleRule
 from narrowgauge.optim.parameters import FormattedOptimizer
 from narrowgauge.optim.replace import current
@@ -81,8 +83,9 @@ def conversion(model: nn.Module) -> list[dict[str, Any]]:
 def formats(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, dict[str, dict[str, Any]]]:
     """{layer: {role: {"format", "granularity", "scale", "max", "min"}}}: what is cast, and the range of its format.
 
-    min: the smallest positive value. Of parameters also "master": the format of what completes or replaces them at the
-    update, where there is such a thing. Layers of parameters: see `layer_of`. Optimizer states: of narrowgauge.optim's.
+    min: the smallest positive value. Where it is rounded stochastically, "rounding" says so. Of parameters also
+    "master": the format of what completes or replaces them at the update, where there is such a thing. Layers of
+    parameters: see `layer_of`. Optimizer states: of narrowgauge.optim's.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, module in model.named_modules():
@@ -123,6 +126,8 @@ def _kept(p: Tensor, optimizer: FormattedOptimizer | None) -> dict[str, CastSpec
     found["grad"] = CastSpec(of_dtype(p.grad_dtype or p.dtype)) if owner is None else owner.spec
     if optimizer is not None:
         kept, group = optimizer.formats_of(p), optimizer.place_of(p).group
+        if kept.stochastic_rounding and kept.master is None and p.dtype is torch.bfloat16:
+            found["param"] = dataclasses.replace(found["param"], rounding=STOCHASTIC)
         for name in optimizer.moment_names(group):
             role = optimizer.moments[name]
             found[role] = kept.of_moment(role, p.numel())
@@ -132,13 +137,14 @@ def _kept(p: Tensor, optimizer: FormattedOptimizer | None) -> dict[str, CastSpec
 def _described(spec: CastSpec) -> dict[str, Any]:
     scale = "delayed" if isinstance(spec.scale, Delayed) else "none" if spec.scale is NONE else _name(spec.scale)
     fmt: Format = spec.format
-    return {
+    found = {
         "format": fmt.name,
         "granularity": str(spec.granularity),
         "scale": scale,
         "max": fmt.max,
         "min": fmt.smallest_subnormal,
     }
+    return found | ({"rounding": STOCHASTIC.value} if spec.rounding is STOCHASTIC else {})
 
 
 def _name(scale: Any) -> str:

@@ -22,3 +22,15 @@ def test_a_parameters_master_or_residual_is_in_the_header() -> None:
         model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
         described = ng.observe.header(model, optimizer, recipe=recipe)["formats"]["0"]["param"]
         assert described.get("master") == master, recipe
+
+
+def test_what_is_rounded_stochastically_is_so_in_the_header() -> None:
+    def rounding(recipe: str) -> set[str]:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        model, optimizer = ng.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
+        roles = ng.observe.header(model, optimizer, recipe)["formats"]["0"]
+        return {role for role, spec in roles.items() if spec.get("rounding") == "stochastic"}
+
+    assert rounding("nvfp4") == {"grad_output"}
+    assert rounding("bf16_pure") == {"param"}
+    assert "param" not in rounding("narrow8")  # its residual is rounded to the nearest
