@@ -25,6 +25,7 @@ from narrowgauge.errors import ConversionError, RecipeError
 from narrowgauge.layers import adapters, delayed, fp8_loading, wrapping
 from narrowgauge.layers.convert import convert, device_of, doubts
 from narrowgauge.layers.delayed import DelayedState
+from narrowgauge.layers.kinds import NOTES
 from narrowgauge.layers.parameters import Stored, store
 from narrowgauge.layers.schedule import Schedule
 from narrowgauge.numerics.formats import BF16, FP16, FP32
@@ -127,7 +128,7 @@ def prepare(
         notes.append(NO_OPTIMIZER)
     if optimizer is not None and (unused := unused_moments(recipe, optimizer)):
         notes.append(f"{type(optimizer).__name__} keeps no {', '.join(unused)}: the recipe's format of it is not used")
-    model._narrowgauge_notes = tuple(notes)  # type: ignore[assignment]
+    setattr(model, NOTES, tuple(notes))
     for warning in (*stored.warnings, *(doubt for _, each in later for doubt in doubts(model, each))):
         warnings.warn(warning, stacklevel=2)
     wire.SINCE_STEP.clear()  # what made the ranks alike is no part of the first step

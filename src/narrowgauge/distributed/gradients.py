@@ -24,7 +24,6 @@ from narrowgauge.layers.gradient_hooks import KeptGradient, is_cast
 from narrowgauge.layers.gradients import trainable
 from narrowgauge.recipes.spec import CastSpec, Recipe
 from narrowgauge.tensors.local import local, local_grad
-from narrowgauge.tensors.tallies import add_storage
 
 
 class Plan(NamedTuple):
@@ -235,8 +234,8 @@ class Round:
         shape, dtype = local(p).shape, p.grad_dtype or p.dtype
         if owner.is_cast and not owner.has_mean(p):
             mean = cast_values(rows, sent, shape, dtype, owner.spec)
-            if owner.tally is not None:
-                add_storage(owner.tally, wide_values(rows, sent, shape, dtype), mean)
+            if owner.tallies:
+                owner.count(wide_values(rows, sent, shape, dtype), mean)
             owner.take_mean(p, mean)
         else:
             owner.take_mean(p, wide_values(rows, sent, shape, dtype))

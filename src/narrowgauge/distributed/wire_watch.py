@@ -34,38 +34,35 @@ class WireWatch:
         tally.add_bins(values)
 
 
-_watch: WireWatch | None = None
+_watches: tuple[WireWatch, ...] = ()
 
 
 @contextmanager
 def watching(has_bins: bool = False) -> Iterator[WireWatch]:
-    """Look at all that this process encodes inside; one inside another looks for both."""
-    global _watch
-    before = _watch
-    _watch = inside = WireWatch(has_bins or (before is not None and before.has_bins))
+    """Look at all that this process encodes inside; several may look at once."""
+    global _watches
+    watch = WireWatch(has_bins)
+    _watches = (*_watches, watch)
     try:
-        yield inside
+        yield watch
     finally:
-        _watch = before
-        if before is not None:
-            for place, tally in inside.tallies.items():
-                before.tallies.setdefault(place, Tally(before.has_bins)).take(tally)
+        _watches = tuple(each for each in _watches if each is not watch)
 
 
 def looks() -> bool:
     """Whether anybody looks."""
-    return _watch is not None
+    return bool(_watches)
 
 
 def sends(place: Tensor | str) -> None:
     """Say what is encoded next: a parameter, or a communication role."""
-    if _watch is not None:
-        _watch.place = place
+    for watch in _watches:
+        watch.place = place
 
 
 def before(values: Tensor, residual: Tensor | None, spec: CastSpec) -> Tensor | None:
     """What is to be encoded, flat in float32, a copy where `encode` changes it; None where nobody looks at it."""
-    if _watch is None or spec.format is FP32:
+    if not _watches or spec.format is FP32:
         return None
     wanted = values.detach().reshape(-1).float()
     return wanted if residual is None else wanted + residual.reshape(-1)[: wanted.numel()]
@@ -73,8 +70,11 @@ def before(values: Tensor, residual: Tensor | None, spec: CastSpec) -> Tensor | 
 
 def after(wanted: Tensor, arrives: Callable[[], Tensor], scale: Callable[[], Tensor | None]) -> None:
     """Tell what arrives of the values that `before` gave."""
-    if _watch is not None and wanted.numel():
-        _watch.sent(wanted, arrives(), scale())
+    if not _watches or not wanted.numel():
+        return
+    arrived, largest = arrives(), scale()
+    for watch in _watches:
+        watch.sent(wanted, arrived, largest)
 
 
 def largest_scale(rows: Tensor, n: int, wire: WireFormat) -> Tensor:

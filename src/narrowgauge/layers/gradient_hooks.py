@@ -82,8 +82,8 @@ class KeptGradient:
 
     spec: how the gradient is kept. sink: where it goes before, if anywhere. depth: of the `accumulate` contexts that it
     is in. adds: whether the accumulation under way adds to a gradient. earlier: a mean over processes that waits for
-    the next one. sums: whether the mean that comes is that of an `accumulate` context. tally: takes what casts do, on
-    sampled steps.
+    the next one. sums: whether the mean that comes is that of an `accumulate` context. tallies: take what casts do,
+    on sampled steps.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class KeptGradient:
         self.earlier: Tensor | None = None
         self._dtype = torch.float32  # of gradients outside of contexts
         self.sums = False
-        self.tally: Tally | None = None
+        self.tallies: tuple[Tally, ...] = ()
 
     @staticmethod
     def of(p: Tensor) -> KeptGradient | None:
@@ -180,9 +180,13 @@ class KeptGradient:
         """Cast `p.grad` by `spec`; random bits come from torch's default CPU generator."""
         assert p.grad is not None
         kept = quantize(local(p.grad), spec, torch.default_generator if spec.is_stochastic else None)
-        if self.tally is not None:
-            add_storage(self.tally, local(p.grad), kept)
+        self.count(local(p.grad), kept)
         p.grad = as_part_of(p, kept if spec is self.spec else _as_spec(kept, self.spec))
+
+    def count(self, values: Tensor, kept: Tensor) -> None:
+        """Tell whoever looks what the cast of `values` to `kept` did."""
+        for tally in self.tallies:
+            add_storage(tally, values, kept)
 
     def has_mean(self, p: nn.Parameter) -> bool:
         """Whether a mean is there to which the next one is added."""

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
@@ -25,6 +26,8 @@ NORMS: dict[type[nn.Module], type[nn.Module]] = {
         "InstanceNorm2d", "InstanceNorm3d",
     )
 }  # fmt: skip
+
+NOTES = "_narrowgauge_notes"  # what `prepare` leaves on the module that it was given
 
 
 class Kind(Enum):
@@ -88,6 +91,15 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     if issubclass(own, Foreign):
         return own.plain
     return next(plain for plain, ours in LINEARS.items() if ours is own)
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """The module that was prepared, where torch.compile or DDP wraps it: its names are those of the layers."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, DistributedDataParallel) or NOTES in vars(model):
+        return model
+    inner = root_of(model.module)  # type: ignore[arg-type]
+    return inner if NOTES in vars(inner) else model
 
 
 def class_of(module: nn.Module) -> type[Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from narrowgauge.layers.foreign import Experts, weight_names
 from narrowgauge.layers.grouped import GroupedLinear
-from narrowgauge.layers.kinds import NORMS, Kind, class_of, kind_of, skip_reason
+from narrowgauge.layers.kinds import NORMS, NOTES, Kind, class_of, kind_of, root_of, skip_reason
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.ops.matmul import GEMMS
 from narrowgauge.recipes.spec import OPERAND_ROLES
@@ -82,7 +82,8 @@ def report(model: nn.Module) -> ConversionReport:
 
     A module that is registered under several names has one row, under the first.
     """
-    notes: tuple[str, ...] = getattr(model, "_narrowgauge_notes", ())
+    model = root_of(model)
+    notes: tuple[str, ...] = getattr(model, NOTES, ())
     rows = []
     for name, module in model.named_modules():
         row = _row(name, module)

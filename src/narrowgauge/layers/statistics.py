@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.numerics.tally import Figures, Tally
+from narrowgauge.ops.operands import Counter
 
 
 class LayerCounter:
@@ -21,6 +22,19 @@ class LayerCounter:
     def add(self, role: str, tally: Tally) -> None:
         """Add one cast's to that of `role`."""
         self.tallies.setdefault(role, Tally()).take(tally)
+
+
+class Counters:
+    """Hands what the casts of a layer did to several that look at once, in whatever order they begin and end."""
+
+    def __init__(self, counters: Sequence[Counter]) -> None:
+        self.counters = counters
+        self.has_bins = any(counter.has_bins for counter in counters)
+
+    def add(self, role: str, tally: Tally) -> None:
+        """Give one cast's tally to all of them."""
+        for counter in self.counters:
+            counter.add(role, tally)
 
 
 class Statistics:
@@ -52,22 +66,25 @@ class Statistics:
 def collect(model: nn.Module, has_bins: bool = False) -> Iterator[Statistics]:
     """Count what the casts of quantized layers do during the forward and backward inside.
 
-    One inside another counts for both.
+    Of several at once, one inside another or overlapping, each counts what happens while it lasts.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.quantized}
-    before = {name: layer.counter for name, layer in layers.items()}
-    counters = {
-        name: LayerCounter(has_bins or (outer is not None and outer.has_bins)) for name, outer in before.items()
-    }
+    counters = {name: LayerCounter(has_bins) for name in layers}
     try:
         for name, layer in layers.items():
-            layer.counter = counters[name]
+            layer.counter = _of_all([*_parts(layer.counter), counters[name]])
         yield Statistics(counters)
     finally:
         for name, layer in layers.items():
-            outer = before[name]
-            if outer is not None:
-                for role, tally in counters[name].tallies.items():
-                    outer.add(role, tally)
             if isinstance(layer, RecipeLayer):  # a precision schedule may have made it torch's own again
-                layer.counter = before[name]
+                layer.counter = _of_all([each for each in _parts(layer.counter) if each is not counters[name]])
+
+
+def _parts(counter: Counter | None) -> Sequence[Counter]:
+    if counter is None:
+        return ()
+    return counter.counters if isinstance(counter, Counters) else (counter,)
+
+
+def _of_all(counters: Sequence[Counter]) -> Counter | None:
+    return Counters(counters) if len(counters) > 1 else next(iter(counters), None)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from narrowgauge.distributed.meeting_point import has_peers
+from narrowgauge.layers.kinds import root_of
 from narrowgauge.layers.statistics import Statistics, collect
 from narrowgauge.numerics.tally import Figures
 from narrowgauge.observe.state_statistics import StateStatistics, watched
@@ -49,9 +50,10 @@ class Observation:
             if found is not None:
                 print(found.layers["blocks.0.mlp.up"]["input"]["sqnr_db"])
 
-    model, optimizer: as `prepare` returned them; without an optimizer the roles of its state are left out. every: steps
-    between samples; 0: none. histograms_every: steps between samples that count exponents, too; None: at every fourth
-    sample; 0: never. In a sampled step code of `torch.compile` runs as it was written.
+    model, optimizer: as `prepare` returned them, the model perhaps compiled since; without an optimizer the roles of
+    its state are left out. every: steps between samples; 0: none. histograms_every: steps between samples that count
+    exponents, too; None: at every fourth sample; 0: never. In a sampled step code of `torch.compile` runs as it was
+    written. Several may look at once. Of a step that ends in an error nothing is told.
 
     Nothing that training reads is changed, and no random number is drawn: a run has the same bits with and without it.
     """
@@ -63,7 +65,7 @@ class Observation:
         every: int = 50,
         histograms_every: int | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer = root_of(model), optimizer
         self.every = every
         self.histograms_every = HISTOGRAM_SAMPLES * every if histograms_every is None else histograms_every
         self._stack: ExitStack | None = None
@@ -86,6 +88,9 @@ class Observation:
         self.begin(step)
         try:
             yield
+        except BaseException:
+            self._looks = None  # of a part of a step nothing is told
+            raise
         finally:
             self.end()
 

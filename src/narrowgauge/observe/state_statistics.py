@@ -14,7 +14,8 @@ from narrowgauge.layers.gradient_hooks import KeptGradient
 from narrowgauge.numerics.tally import Figures, Tally
 from narrowgauge.observe.run_header import layer_of
 from narrowgauge.optim.base import LowPrecisionOptimizer
-from narrowgauge.optim.replace import current
+from narrowgauge.optim.guard import parameters_of
+from narrowgauge.optim.replace import inmost
 from narrowgauge.optim.watch import GRAD, UpdateWatch
 from narrowgauge.tensors.local import local_grad
 
@@ -60,37 +61,32 @@ def _cast_and_kept(cast: Figures, kept: Figures | None) -> Figures:
 
 @contextmanager
 def watched(model: nn.Module, optimizer: Optimizer | None, has_bins: bool = False) -> Iterator[StateStatistics]:
-    """Look at the casts of gradients, and at the optimizer's step, inside; one inside another looks for both.
+    """Look at the casts of gradients, and at the optimizer's step, inside; several may look at once.
 
     Of torch's own optimizers, whose state is float32, the gradients are looked at that they read.
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    owners = [(owner, name, owner.tally) for p, name in names.items() if (owner := KeptGradient.of(p)) is not None]
-    casts = {name: Tally(has_bins or (outer is not None and outer.has_bins)) for _, name, outer in owners}
-    inner = current(getattr(optimizer, "optimizer", optimizer)) if optimizer is not None else None
-    before = inner.watch if isinstance(inner, LowPrecisionOptimizer) else None
-    updates = UpdateWatch(has_bins or (before is not None and before.has_bins))
+    owners = {name: owner for p, name in names.items() if (owner := KeptGradient.of(p)) is not None}
+    casts = {name: Tally(has_bins) for name in owners}
+    inner = inmost(optimizer)
+    updates = UpdateWatch(has_bins)
     handle: Any = None
     try:
-        for owner, name, _ in owners:
-            owner.tally = casts[name]
+        for name, owner in owners.items():
+            owner.tallies = (*owner.tallies, casts[name])
         if isinstance(inner, LowPrecisionOptimizer):
-            inner.watch = updates
+            inner.watches = (*inner.watches, updates)
         elif inner is not None:
-            handle = inner.register_step_pre_hook(lambda *_: _see_gradients(names, updates))
+            handle = inner.register_step_pre_hook(lambda *_: _see_gradients(inner, updates))
         with _wire(has_bins) as sent:
             yield StateStatistics(names, updates, casts, sent)
     finally:
-        for owner, name, outer in owners:
-            owner.tally = outer
-            if outer is not None:
-                outer.take(casts[name])
+        for name, owner in owners.items():
+            owner.tallies = tuple(each for each in owner.tallies if each is not casts[name])
         if handle is not None:
             handle.remove()
         if isinstance(inner, LowPrecisionOptimizer):
-            inner.watch = before
-            if before is not None:
-                before.take(updates)
+            inner.watches = tuple(each for each in inner.watches if each is not updates)
 
 
 @contextmanager
@@ -106,8 +102,10 @@ def _wire(has_bins: bool) -> Iterator[Mapping[Tensor | str, Tally]]:
 
 
 @torch.no_grad()
-def _see_gradients(names: dict[Tensor, str], updates: UpdateWatch) -> None:
-    for p in names:
+def _see_gradients(optimizer: Optimizer, updates: UpdateWatch) -> None:
+    # torch's own loss scaler leaves it to a fused step to divide by the scale
+    loss_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    for p in parameters_of(optimizer):
         grad = local_grad(p) if p.grad is not None else None
         if grad is not None and not grad.is_sparse and grad.is_floating_point():
-            updates.see_gradient(p, grad)
+            updates.see_gradient(p, grad if loss_scale is None else grad / loss_scale.to(grad.device))

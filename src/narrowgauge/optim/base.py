@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,7 @@ class LowPrecisionOptimizer(SavedState):
     """
 
     rule: ClassVar[Rule]
-    watch: UpdateWatch | None = None  # what looks at a sampled step
+    watches: tuple[UpdateWatch, ...] = ()  # what looks at a sampled step
 
     def _forget_all(self) -> None:
         super()._forget_all()
@@ -79,7 +80,7 @@ class LowPrecisionOptimizer(SavedState):
         """
         stepped = [p for p in parameters if p.grad is not None and self.is_own(p)]
         items = self._items(stepped)
-        update = self._update if self.watch is None else self._watched(self.watch, stepped)
+        update = self._watched(self.watches, stepped) if self.watches else self._update
         if self.offload is None:
             update(items)
         else:
@@ -95,7 +96,7 @@ class LowPrecisionOptimizer(SavedState):
         for item in self._plan.run(items, key):  # what no kernel takes
             update(self.rule, item, key)
 
-    def _watched(self, watch: UpdateWatch, stepped: list[Tensor]) -> Callable[[list[Item]], None]:
+    def _watched(self, watches: Iterable[UpdateWatch], stepped: list[Tensor]) -> Callable[[list[Item]], None]:
         """`_update` of one item after the other, in the order of `stepped`, with the same bits, looked at."""
         owners = (p for p in stepped if self.held(p).numel())
 
@@ -105,7 +106,9 @@ class LowPrecisionOptimizer(SavedState):
                 for item in items:
                     p = next(owners)
                     roles = [self.moments[name] for name in self.moment_names(self.place_of(p).group)]
-                    with watch.step(p, self.rule, item, roles):
+                    with ExitStack() as looks:
+                        for watch in watches:
+                            looks.enter_context(watch.step(p, self.rule, item, roles))
                         self._update([item])
             finally:
                 self._plan = plan

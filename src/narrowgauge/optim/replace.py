@@ -35,6 +35,11 @@ def current(optimizer: OptimizerOrNone) -> OptimizerOrNone:
     return getattr(optimizer, _REPLACED_BY, optimizer)
 
 
+def inmost(optimizer: OptimizerOrNone) -> OptimizerOrNone:
+    """The optimizer that takes the steps: of one that another library wraps, the one inside."""
+    return current(getattr(optimizer, "optimizer", optimizer))
+
+
 def needs_own(recipe: Recipe) -> bool:
     """True where the recipe keeps parameters, gradients or states as torch's optimizers do not by themselves."""
     if recipe.master is not None or recipe.param.format not in (FP32, FP16):

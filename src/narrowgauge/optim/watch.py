@@ -47,13 +47,6 @@ class UpdateWatch:
             if not _is_wide(stored):
                 add_storage(tallies.setdefault(role, Tally(self.has_bins)), values, stored)
 
-    def take(self, other: UpdateWatch) -> None:
-        """Add what another one saw."""
-        for p, tallies in other.tallies.items():
-            mine = self.tallies.setdefault(p, {})
-            for role, tally in tallies.items():
-                mine.setdefault(role, Tally(self.has_bins)).take(tally)
-
     def see_gradient(self, p: Tensor, grad: Tensor) -> None:
         """Add the gradient that the step of `p` reads: its magnitude and zeros."""
         tally = self.tallies.setdefault(p, {}).setdefault(GRAD, Tally(self.has_bins))

@@ -281,7 +281,7 @@ def test_layers_come_back_as_they_were_after_an_error_in_a_sampled_step() -> Non
     with pytest.raises(ZeroDivisionError), observation.step(1):
         step(model, optimizer, 1)
         raise ZeroDivisionError
-    assert model.get_submodule("up").counter is None and optimizer.watch is None
+    assert model.get_submodule("up").counter is None and optimizer.watches == ()
 
 
 def test_formats_of_the_header_have_the_ranges_of_their_formats() -> None:
