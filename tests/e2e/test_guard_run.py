@@ -221,8 +221,8 @@ def test_warn_is_the_run_without_a_guard_bit_for_bit(with_fault, make_config) ->
     ("values", "message"),
     [
         ({"mode": "on"}, "guard.mode='on': expected off, warn, act"),
-        ({"every": 0}, "guard.every=0: expected at least 1"),
-        ({"rollbacks": -1}, "guard.rollbacks=-1: expected 0 or more"),
+        ({"every": 0}, "guard.every=0: expected a whole number from 1 to 2147483647"),
+        ({"rollbacks": -1}, "guard.rollbacks=-1: expected a whole number from 0"),
         ({"spike_floor": 0.0}, "guard.spike_floor=0.0: expected more than 0"),
         ({"input": {"flushed": 1.5}}, "guard.input.flushed=1.5: expected a share, 0 to 1"),
         ({"weight": {"sqnr_drop_db": -1.0}}, "guard.weight.sqnr_drop_db=-1.0: expected decibels, more than 0"),

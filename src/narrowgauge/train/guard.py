@@ -14,7 +14,7 @@ See docs/guard.md. In a loop of your own:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,17 +23,18 @@ from torch import nn
 
 from narrowgauge.layers.convert import device_of
 from narrowgauge.numerics.companding import LINEAR
-from narrowgauge.observe.observation import Observation
-from narrowgauge.optim.replace import current
+from narrowgauge.optim.guard import StepGuard
+from narrowgauge.optim.replace import inmost
 from narrowgauge.recipes import library
 from narrowgauge.recipes.serialize import spec_from_dict, spec_to_dict
 from narrowgauge.recipes.spec import MOMENT_ROLES, Recipe
-from narrowgauge.train.guard_apply import Moments, take_up_casts, widened
+from narrowgauge.train.guard_apply import Moments, check_prepared, take_up_casts, widened
 from narrowgauge.train.guard_decisions import Decision, of_cast, of_everything, of_loss
 from narrowgauge.train.guard_ladder import Rung, is_last, next_wider
 from narrowgauge.train.guard_limits import CALM_SHARE, Finding, Verdict, judge
+from narrowgauge.train.guard_looks import Looks
 from narrowgauge.train.guard_losses import Losses, Trouble
-from narrowgauge.train.guard_samples import WOULD_FLUSH, Key, Layers, samples_of, worst_over_ranks
+from narrowgauge.train.guard_samples import WOULD_FLUSH, Key, Layers, samples_of, without_operands, worst_over_ranks
 from narrowgauge.train.guard_standing import Move, Standing
 from narrowgauge.train.sections import GuardConfig
 
@@ -60,9 +61,13 @@ class Guard:
     ) -> None:
         self.config = GuardConfig(mode="act") if config is None else config
         self.config.check()
-        self._model = model
-        self._moments = Moments(current(optimizer))
+        self._observation = Looks(self, model, optimizer)
+        self._model = self._observation.model
+        self._optimizer = inmost(optimizer)
+        self._moments = Moments(self._optimizer, self._model)
         self._recipe = library.recipe(recipe).resolve(device_of(model))
+        if self.config.mode != "off":
+            check_prepared(self._model, self._recipe)
         self._go_back = go_back
         self._losses = Losses(self.config)
         self._everything = Standing()  # of all layers together, which losses alone move
@@ -71,7 +76,6 @@ class Guard:
         self._amax: dict[Key, float] = {}
         self._phase = 0
         self._looks_again = False
-        self._observation = Looks(self, model, optimizer)
 
     @property
     def is_acting(self) -> bool:
@@ -97,9 +101,17 @@ class Guard:
 
     @property
     def weighs_moments(self) -> bool:
-        """True where the casts of moments are judged by their error: where some are narrow and not companded."""
-        specs = (self._moments.spec(p, role) for _, p in self._moments.parameters() for role in MOMENT_ROLES)
-        return any(spec and spec.format.is_narrow and spec.companding is LINEAR for spec in specs)
+        """True where moments are judged by what storing them does: by its error, where some are narrow and not
+        companded, or by first moments that become zero, where there is a limit for them.
+        """
+        limited = self.config.exp_avg.flushed < 1
+        kept = ((role, self._moments.spec(p, role)) for _, p in self._moments.parameters() for role in MOMENT_ROLES)
+        return any(
+            spec is not None
+            and spec.format.is_narrow
+            and (spec.companding is LINEAR or (limited and role == "exp_avg"))
+            for role, spec in kept
+        )
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Around forward, backward and optimizer step: measures where the step is due."""
@@ -119,12 +131,14 @@ class Guard:
         if layers is None:
             found = self._observation.read()
             layers = None if found is None else found.layers
-        self._follow_schedule(step)
+        if self._follow_schedule(step) and layers is not None:
+            layers = without_operands(layers)  # whose casts are no more in force
         casts, everything = dict(self._casts), bool(self._everything.climbed)
         decisions: list[Decision] = []
         trouble = self._losses.take(step, loss, skipped, loss_scale)
         if trouble is not None:
             decisions = self._answer(trouble)
+            self._follow_schedule(step)  # perhaps back
         elif layers is not None:
             decisions = self._weigh(step, layers)
         if (casts, everything) != (self._casts, bool(self._everything.climbed)):
@@ -136,25 +150,30 @@ class Guard:
     def _answer(self, trouble: Trouble) -> list[Decision]:
         """What follows from losses in trouble: all layers wider, and back to before it."""
         if not self.is_acting:
-            return [of_loss(trouble, "warn")]
+            return [of_loss(trouble, "warn", why="guard.mode is warn: it goes on as it is")]
         decisions = []
         base = self._recipe.phases[self._phase][1]
         if base.quantizes_gemms and not self._everything.climbed:
             self._everything.promoted(None)
             decisions.append(of_everything(trouble.step, "promote", base, trouble))
-        restored = None
-        if self.rollbacks < self.config.rollbacks and self._go_back is not None:
-            restored = self._go_back(trouble.since)
+        restored, why = None, "no way back was given (go_back)"
+        if self.rollbacks >= self.config.rollbacks:
+            why = f"all rollbacks are used up (guard.rollbacks={self.config.rollbacks})"
+        elif self._go_back is not None:
+            restored, why = self._go_back(trouble.since), "there is no state before it to go back to"
         if restored is None:
-            return [*decisions, of_loss(trouble, "warn", no_state=self.rollbacks < self.config.rollbacks)]
+            return [*decisions, of_loss(trouble, "warn", why=why)]
         self._losses.went_back(trouble)
+        for label, p in self._moments.parameters():
+            if (label, "exp_avg_sq") in self._casts:  # the state may be one of before the promotion
+                self._moments.refill(p)
         return [*decisions, of_loss(trouble, "rollback", restored=restored)]
 
     # samples
 
     def _weigh(self, step: int, layers: Layers) -> list[Decision]:
         came_from = {key: each.climbed[-1] for key, each in self._standings.items() if each.climbed}
-        samples = worst_over_ranks(samples_of(self._model, self._moments, layers, came_from))
+        samples = worst_over_ranks(samples_of(self._model, self._moments, layers, came_from, self.weighs_moments))
         self._amax |= {key: each.measures["amax"] for key, each in samples.items() if "amax" in each.measures}
         decisions = self._weigh_everything(step)
         findings: dict[Key, tuple[Rung, Finding]] = {}
@@ -168,7 +187,9 @@ class Guard:
             findings[key] = spec, finding
         if not self._everything.climbed:
             for key in self._standings:  # what is not cast at all is calm
-                if key not in findings and key in self._casts:
+                if key in findings or key not in self._casts:
+                    continue
+                if key[1] in MOMENT_ROLES or self._casts[key] is None:  # else its layer has not run, or not finitely
                     findings[key] = self._casts[key], Finding(Verdict.CALM, "calm", 0.0, 0.0)
         for key in sorted(findings):
             decisions += self._weigh_one(step, key, *findings[key])
@@ -188,7 +209,7 @@ class Guard:
             narrower = standing.demoted(config.confirm)
             self._casts[key] = narrower
             return [of_cast(step, "demote", key, finding, spec, narrower, standing.needed_calm(config.calm))]
-        assert spec is not None and not is_last(key[1], spec)  # what is not narrow is in no trouble
+        assert spec is not None and not is_last(key[1], spec)  # which have no limit
         wider = next_wider(key[1], spec, finding.measure)
         if not self.is_acting:
             standing.warned()
@@ -221,17 +242,23 @@ class Guard:
                     if role == "exp_avg_sq":
                         self._moments.refill(p)
 
-    def _follow_schedule(self, step: int) -> None:
-        """Where the recipe's schedule has gone on, operands begin anew with what the next recipe says of them."""
-        phase = sum(begin <= step for begin, _ in self._recipe.phases) - 1
+    def _follow_schedule(self, step: int) -> bool:
+        """Where the recipe's schedule is at another recipe, operands begin anew with what that says of them.
+
+        True where it is. The schedule goes by the optimizer's count of steps, which a way back takes back, too.
+        """
+        count = StepGuard.on(self._optimizer)
+        steps = step if count is None else count.steps
+        phase = sum(begin <= steps for begin, _ in self._recipe.phases) - 1
         if phase == self._phase:
-            return
+            return False
         self._phase = phase
         for known in (self._standings, self._casts):
             for key in [key for key in known if key[1] not in MOMENT_ROLES]:
                 del known[key]
         if self._everything.climbed:
             take_up_casts(self._model, self.recipe, self._amax, at_step=True)
+        return True
 
     # saving
 
@@ -269,33 +296,3 @@ class Guard:
                     self._moments.keep(p, role, spec)
                     changed = True
         return changed
-
-
-def recipe_of(state: Mapping[str, Any], recipe: Recipe) -> Recipe:
-    """The plain `recipe` with what the guard whose `state_dict` this is has widened in it."""
-    operands = {
-        (layer, role): spec and spec_from_dict(spec) for layer, role, spec in state["casts"] if role not in MOMENT_ROLES
-    }
-    return widened(recipe, operands, bool(state["everything"]["climbed"]))
-
-
-class Looks(Observation):
-    """An observation that looks where the guard is due, too. every, histograms_every: else, see `Observation`."""
-
-    def __init__(
-        self,
-        guard: Guard,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        every: int = 0,
-        histograms_every: int | None = 0,
-    ) -> None:
-        super().__init__(model, optimizer, every, histograms_every)
-        self._guard = guard
-
-    def due(self, step: int) -> bool:
-        return super().due(step) or self._guard.due(step)
-
-    def begin(self, step: int, *, has_state: bool = True) -> None:
-        has_state = has_state and (super().due(step) or self._guard.weighs_moments)
-        super().begin(step, has_state=has_state)

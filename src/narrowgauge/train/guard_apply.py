@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from narrowgauge.errors import ConfigError
 from narrowgauge.layers import delayed
 from narrowgauge.layers.convert import take_up
 from narrowgauge.layers.recipe_layer import RecipeLayer
@@ -16,7 +17,9 @@ from narrowgauge.numerics import scaling
 from narrowgauge.observe.run_header import layer_of
 from narrowgauge.optim import storage
 from narrowgauge.optim.base import LowPrecisionOptimizer
-from narrowgauge.recipes.spec import CastSpec, Recipe
+from narrowgauge.recipes.layers import products_of
+from narrowgauge.recipes.serialize import spec_from_dict
+from narrowgauge.recipes.spec import MOMENT_ROLES, CastSpec, Recipe
 from narrowgauge.train.guard_ladder import Rung
 
 # second uses of an operand, which follow it: a cast of their own would keep what the operand has left
@@ -33,18 +36,43 @@ def widened(recipe: Recipe, operands: Operands, everything: bool) -> Recipe:
     of_layer: dict[str, dict[str, Any]] = {}
     for (layer, role), spec in operands.items():
         of_layer.setdefault(layer, {}).update({role: spec, _SECOND_USE[role]: None})
+    entries = []
     for layer, fields in of_layer.items():
         own = recipe.for_layer(layer)
         specs = {role: fields.get(role, getattr(own, role)) for role in ("input", "grad_output")}
         if own.hadamard is not None and not any(specs.values()):
             fields["hadamard"] = None  # it prepares for casts, and there are none
-        recipe = recipe.for_layers(_literal(layer), **fields)
-    return recipe.for_layers("*", **_WIDE) if everything else recipe
+        entries.append((_literal(layer), fields))
+    entries += [("*", _WIDE)] if everything else []
+    return recipe.replace(layers=(*recipe.layers, *entries)) if entries else recipe
+
+
+def recipe_of(state: Mapping[str, Any], recipe: Recipe) -> Recipe:
+    """The plain `recipe` with what the guard whose `state_dict` this is has widened in it."""
+    operands = {
+        (layer, role): spec and spec_from_dict(spec) for layer, role, spec in state["casts"] if role not in MOMENT_ROLES
+    }
+    return widened(recipe, operands, bool(state["everything"]["climbed"]))
 
 
 def _literal(name: str) -> str:
     """A glob that matches this name only."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name) or "*"
+
+
+def check_prepared(model: nn.Module, recipe: Recipe) -> None:
+    """Raise ConfigError where layers multiply otherwise than `recipe` says in any of its phases.
+
+    The guard takes up the recipe, widened, in all layers: such ones would change unasked.
+    """
+    for name, layer in layers_of(model).items():
+        assert layer.recipe is not None
+        expected = [phase.for_layer(name) for _, phase in recipe.phases]
+        if not any(products_of(layer.recipe) == products_of(each) for each in expected):
+            raise ConfigError(
+                f"the guard: expected a model prepared by recipe '{recipe.name}', found '{name or 'the model'}' by "
+                f"'{layer.recipe.name}', with other casts: give the guard the recipe that `prepare` was given"
+            )
 
 
 @torch.no_grad()
@@ -97,18 +125,19 @@ def _seed(layer: RecipeLayer, role: str, amax: float) -> None:
 class Moments:
     """The moments of an optimizer that the guard may keep in other formats, by label and role.
 
-    A parameter's label is `layer_of` its name, as in the journal. Of torch's own optimizers there are
-    none: they keep float32.
+    A parameter's label is `layer_of` its name in the model, as in the journal; of one that the model has not, in the
+    optimizer. Of torch's own optimizers there are none: they keep float32.
     """
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
+    def __init__(self, optimizer: Optimizer | None, model: nn.Module) -> None:
         self.optimizer = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
+        self._labels: dict[Tensor, str] = {p: layer_of(name) for name, p in model.named_parameters()}
 
     def parameters(self) -> Iterable[tuple[str, Tensor]]:
         """(label, parameter) of all parameters."""
         if self.optimizer is not None:
             for p in self.optimizer.parameters():
-                yield layer_of(self.optimizer.name_of(p)), p
+                yield self._labels.get(p) or layer_of(self.optimizer.name_of(p)), p
 
     def spec(self, p: Tensor, role: str) -> CastSpec | None:
         """The format of the moment with that role; None where the optimizer keeps none."""

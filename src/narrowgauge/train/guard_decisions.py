@@ -65,14 +65,13 @@ def of_everything(step: int, action: str, recipe: Recipe, trouble: Trouble | Non
     return Decision(step, action, None, None, measure, value, limit, narrow, compute, message)
 
 
-def of_loss(trouble: Trouble, action: str, restored: int | None = None, no_state: bool = True) -> Decision:
-    """A warning about losses, or a way back to the state of the step `restored`."""
+def of_loss(trouble: Trouble, action: str, *, restored: int | None = None, why: str = "") -> Decision:
+    """A warning about losses, and why it is no more than that; or a way back to the state of the step `restored`."""
     if action == "rollback":
         after = f"step {restored}"
         message = f"{_trouble(trouble)}: back to the state after step {restored}, and on with the data that follows"
     else:
         after = f"step {trouble.step}"
-        why = "there is no state before it to go back to" if no_state else "all rollbacks are used up"
         message = f"{_trouble(trouble)}; {why}"
     measure, value, limit = trouble.measure, float(trouble.value), float(trouble.limit)
     before = f"step {trouble.step}"

@@ -8,7 +8,7 @@ Each rung answers one fault, so that no more is given up than the fault asks for
 - One scale for more than 32 values becomes one for 32 (OCP MX v1.0): an outlier then costs its neighbours only. The
   scale is a power of two, so that no product rounds twice.
 - What still flushes in such blocks needs range: E5M2 has 2^15 times E4M3's.
-- Else the operand is left in the compute dtype.
+- Else the operand is left in the compute dtype, as one in FP16 is at once.
 
 Moments: what has fewer than 8 bits, or one scale for a whole tensor, becomes 8 bits on the square-root curve in tiles
 of 128 (narrow8's own). From there exp_avg goes to BF16 and FP32, exp_avg_sq to FP32 at once: with beta2 = 0.999 an
@@ -32,10 +32,8 @@ Rung = CastSpec | None  # None: an operand is left in the compute dtype
 
 
 def is_last(role: str, spec: Rung) -> bool:
-    """True where there is nothing wider to go to: an operand that is not narrowed, a moment in FP32."""
-    if spec is None:
-        return True
-    return spec.format is FP32 if role in MOMENT_ROLES else not spec.format.is_narrow
+    """True where there is nothing wider to go to: an operand that is not cast, a moment in FP32."""
+    return spec is None or (role in MOMENT_ROLES and spec.format is FP32)
 
 
 def next_wider(role: str, spec: CastSpec, measure: str) -> Rung:
@@ -50,6 +48,8 @@ def words(spec: Rung) -> str:
 
 def _wider_operand(spec: CastSpec, measure: str) -> Rung:
     fmt, scale = spec.format, spec.scale
+    if not fmt.is_narrow:  # FP16, whose range is what lacks
+        return None
     if spec.is_delayed or scale is NONE:
         return dataclasses.replace(spec, scale=CURRENT)
     if scale is E8M0_FLOOR:

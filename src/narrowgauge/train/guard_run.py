@@ -11,8 +11,9 @@ from narrowgauge.observe.observation import Precision
 from narrowgauge.optim.guard import StepGuard
 from narrowgauge.train import events
 from narrowgauge.train.checkpoint import load
-from narrowgauge.train.guard import Guard, Looks
+from narrowgauge.train.guard import Guard
 from narrowgauge.train.guard_decisions import Decision
+from narrowgauge.train.guard_looks import Looks
 from narrowgauge.train.step import StepResult
 from narrowgauge.train.watch import Watch
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.distributed.meeting_point import has_peers
+from narrowgauge.numerics.formats import BF16, FP16, FP32
 from narrowgauge.numerics.rounding import NONZERO
 from narrowgauge.observe.shares import worse
 from narrowgauge.recipes.spec import MOMENT_ROLES, OPERAND_ROLES, CastSpec
@@ -31,33 +32,46 @@ class Sample(NamedTuple):
     measures: Measures
 
 
-def samples_of(model: nn.Module, moments: Moments, layers: Layers, came_from: Mapping[Key, Rung]) -> dict[Key, Sample]:
+def samples_of(
+    model: nn.Module, moments: Moments, layers: Layers, came_from: Mapping[Key, Rung], weighs_moments: bool
+) -> dict[Key, Sample]:
     """What this process measured.
 
     layers: of the sampled step. came_from: of moments that were widened, the narrower format.
+    weighs_moments: whether what storing moments did is weighed; if not, it is left out where it is known by chance.
     """
     found: dict[Key, Sample] = {}
     for name, layer in layers_of(model).items():
         for role in OPERAND_ROLES:
             measures = layers.get(name, {}).get(role)
-            if measures is not None and math.isfinite(measures.get("amax", 0.0)):
-                found[name, role] = Sample(getattr(layer.training_casts, role), measures)
+            cast: CastSpec = getattr(layer.training_casts, role)
+            # other formats of 16 bits and more are the compute dtype, or have its range
+            is_cast = cast.format.is_narrow or (cast.format is FP16 and layer.training_casts.compute is not FP16)
+            if is_cast and measures is not None and math.isfinite(measures.get("amax", 0.0)):
+                found[name, role] = Sample(cast, measures)
     for label, p in moments.parameters():
         for role in MOMENT_ROLES:
             spec = moments.spec(p, role)
-            if spec is None or not (spec.format.is_narrow or (label, role) in came_from):
+            if spec is None or not (spec.format.is_narrow or spec.format is FP16 or (label, role) in came_from):
                 continue
-            measures = dict(layers.get(label, {}).get(role, {}))
+            measures = dict(layers.get(label, {}).get(role, {})) if weighs_moments else {}
             if role == "exp_avg_sq":
                 measures.pop(FLUSHED, None)  # of all zeros, the guard counts those that the first moment denies
                 narrower = came_from.get((label, role))
                 counts = {
-                    FLUSHED: moments.lost(p) if spec.format.is_narrow and spec.rounding is not NONZERO else 0.0,
+                    FLUSHED: moments.lost(p)
+                    if spec.format not in (FP32, BF16) and spec.rounding is not NONZERO
+                    else 0.0,
                     WOULD_FLUSH: None if narrower is None else moments.lost(p, narrower),
                 }
                 measures |= {measure: share for measure, share in counts.items() if share is not None}
             found[label, role] = Sample(spec, measures)
     return found
+
+
+def without_operands(layers: Layers) -> Layers:
+    """What is known of moments."""
+    return {name: {role: m for role, m in roles.items() if role in MOMENT_ROLES} for name, roles in layers.items()}
 
 
 def worst_over_ranks(mine: dict[Key, Sample]) -> dict[Key, Sample]:

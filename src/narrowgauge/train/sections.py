@@ -11,7 +11,7 @@ from narrowgauge.data.corpus import DEFAULT_CORPUS
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.presets import DEFAULT_PRESET, preset
 from narrowgauge.recipes.roles import MOMENT_ROLES, OPERAND_ROLES
-from narrowgauge.train.require import is_finite, require
+from narrowgauge.train.require import is_finite, is_number, require
 
 
 @dataclass
@@ -234,6 +234,8 @@ class LimitsConfig:
 
 MODES = ("off", "warn", "act")  # of the guard
 GUARDED = (*OPERAND_ROLES, *MOMENT_ROLES)
+MOST = 2**31 - 1  # of what is counted
+_POSITIVE = ("every", "confirm", "calm", "nonfinite", "spike_window", "spike_patience")
 
 
 @dataclass
@@ -280,17 +282,19 @@ class GuardConfig:
     def check(self) -> None:
         """Raise ConfigError for an unknown mode, numbers out of range, and limits that are no shares or decibels."""
         require(self.mode in MODES, "guard.mode", self.mode, ", ".join(MODES))
-        for name in ("every", "confirm", "calm", "nonfinite", "spike_window", "spike_patience"):
-            require(getattr(self, name) >= 1, f"guard.{name}", getattr(self, name), "at least 1")
-        for name in ("rollbacks", "leave_out"):
-            require(getattr(self, name) >= 0, f"guard.{name}", getattr(self, name), "0 or more")
+        for name in (*_POSITIVE, "rollbacks", "leave_out"):
+            value, least = getattr(self, name), int(name in _POSITIVE)
+            fits = isinstance(value, int) and is_number(value) and least <= value <= MOST
+            require(fits, f"guard.{name}", value, f"a whole number from {least} to {MOST}")
         for name in ("spike_spreads", "spike_floor"):
             value = getattr(self, name)
-            require(is_finite(value) and value > 0, f"guard.{name}", value, "more than 0")
+            require(is_number(value) and is_finite(value) and value > 0, f"guard.{name}", value, "more than 0")
         for role in GUARDED:
             limits: LimitsConfig = getattr(self, role)
+            require(isinstance(limits, LimitsConfig), f"guard.{role}", limits, "LimitsConfig(...)")
             for name in ("saturated", "flushed"):
                 share = getattr(limits, name)
-                require(0 <= share <= 1, f"guard.{role}.{name}", share, "a share, 0 to 1")
+                require(is_number(share) and 0 <= share <= 1, f"guard.{role}.{name}", share, "a share, 0 to 1")
             drop_db = limits.sqnr_drop_db
-            require(drop_db > 0, f"guard.{role}.sqnr_drop_db", drop_db, "decibels, more than 0")
+            fits = is_number(drop_db) and drop_db > 0
+            require(fits, f"guard.{role}.sqnr_drop_db", drop_db, "decibels, more than 0")

@@ -18,8 +18,7 @@ from narrowgauge.train.assemble import build_model
 from narrowgauge.train.checkpoint import load
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.evaluate import Evaluation, evaluate
-from narrowgauge.train.guard import recipe_of
-from narrowgauge.train.guard_apply import take_up_casts
+from narrowgauge.train.guard_apply import recipe_of, take_up_casts
 from narrowgauge.train.guard_run import STATE as GUARD
 from narrowgauge.train.run_folder import RunFolder
 

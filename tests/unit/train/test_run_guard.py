@@ -217,7 +217,7 @@ def test_moments_are_cast_once_and_zeros_get_the_least_they_can_have_been() -> N
         p.grad = grad
         optimizer.step()
         exact = 0.95 * exact + 0.05 * grad.double() ** 2
-    moments, before = Moments(optimizer), storage.decode(optimizer.state[p]["exp_avg_sq"], p.shape)
+    moments, before = Moments(optimizer, nn.Module()), storage.decode(optimizer.state[p]["exp_avg_sq"], p.shape)
     assert moments.lost(p) == pytest.approx(float((before == 0).float().mean())) and moments.lost(p) > 0.3
     moments.keep(p, "exp_avg_sq", ng.CastSpec(F.FP32))
     assert torch.equal(optimizer.state[p]["exp_avg_sq"], before)  # bit for bit
@@ -286,11 +286,17 @@ def test_without_a_state_to_go_back_to_it_says_so() -> None:
 
     run = Run("bf16", ACT, spike).go_to(30)
     assert [(d.step, d.action) for d in run.decisions] == [(22, "warn")]
-    assert "no state before it" in run.decisions[0].message
+    assert run.decisions[0].message.endswith("; no way back was given (go_back)")
+    run = Run("bf16", ACT, spike)
+    run.guard._go_back = lambda since: None
+    run.go_to(30)
+    assert run.decisions[0].message.endswith("; there is no state before it to go back to")
+    run = Run("bf16", GuardConfig(mode="warn"), spike).go_to(30)
+    assert run.decisions[0].message.endswith("; guard.mode is warn: it goes on as it is")
 
 
 def test_a_mode_that_is_none_is_refused() -> None:  # it would watch, and never act
     with pytest.raises(ng.errors.ConfigError, match="guard.mode='Act': expected off, warn, act"):
         Run("bf16", GuardConfig(mode="Act"))
-    with pytest.raises(ng.errors.ConfigError, match="guard.every=0: expected at least 1"):
+    with pytest.raises(ng.errors.ConfigError, match="guard.every=0: expected a whole number from 1"):
         Run("bf16", GuardConfig(mode="act", every=0))
