@@ -69,8 +69,8 @@ def test_an_exact_cast_has_infinite_sqnr_and_one_that_loses_all_has_zero_db() ->
 
 def test_a_factor_is_of_the_approximation() -> None:
     tally = Tally()
-    tally.add_error(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.0, 2.0]), torch.tensor(2.0))
-    assert tally.read().sums == {"signal": 14.0, "noise": 2.0}  # 2, 2, 4 in place of 1, 2, 3
+    tally.add_error(torch.tensor([1.0, 2.0, 3.0]), torch.ones(3), torch.tensor(2.0))
+    assert tally.read().sums == {"signal": 14.0, "noise": 2.0}  # 2, 2, 2 in place of 1, 2, 3
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1 << 15, (1 << 15) + 1, 100_000])

@@ -11,7 +11,7 @@ import pytest
 
 from narrowgauge.errors import CheckpointError
 from narrowgauge.observe import journal
-from narrowgauge.observe.journal_rows import decode, encode
+from narrowgauge.observe.journal_rows import SCHEMA, decode, encode, lines, number
 from narrowgauge.observe.journal_writer import JournalWriter
 
 
@@ -117,3 +117,67 @@ def test_cut_reads_no_further_than_the_first_row_that_goes(tmp_path: Path) -> No
     contents = journal.cut(path, 2, ("evaluation",))
     assert contents.rows == [] and contents.header["recipe"] == "fp16"
     assert [row["step"] for row in journal.read(path).rows] == [1, 2]
+
+
+def test_rows_that_a_full_disk_refused_are_all_written_in_order_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    log = JournalWriter.create(path, {})
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for last, end in ((3, log.flush), (6, log.sync)):
+        monkeypatch.setattr(os, "write", full)
+        for step in range(last - 2, last + 1):
+            with pytest.raises(OSError, match="No space"):
+                log.write("step", step=step)
+        monkeypatch.undo()
+        end()
+        assert [row["step"] for row in journal.read(path).rows] == list(range(1, last + 1))
+    log.close()
+    with pytest.raises(ValueError, match="is closed"):
+        log.write("step", step=7)
+
+
+def test_a_header_is_completed_in_place_where_no_row_has_followed_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    log = JournalWriter.create(path, {"recipe": "fp16", "device": "cpu"})
+    log.complete_header({"recipe": "narrow8", "threads": 2})
+    log.write("step", step=1)
+    wanted = {"kind": "header", "schema": SCHEMA, "recipe": "narrow8", "device": "cpu", "threads": 2}
+    assert journal.read(path).header == wanted
+    log.complete_header({"recipe": "bf16"})  # too late
+    log.close()
+    found = journal.read(path)
+    assert found.header == wanted and [row["step"] for row in found.rows] == [1]
+    assert [row["step"] for row in journal.read(path, kinds=()).rows] == []
+
+
+def test_what_is_no_float64_is_no_number() -> None:
+    assert [number(value) for value in (3, 0.5, -math.inf)] == [3.0, 0.5, -math.inf]
+    assert all(math.isnan(number(value)) for value in (10**400, -(10**400), "3", None, [1], math.nan))
+
+
+def test_reading_goes_on_behind_a_line_with_its_number_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrowgauge.observe.journal_rows.LONGEST_LINE", 100)
+    path = tmp_path / "journal.jsonl"
+    write(path, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "step", "x": "' + b"x" * 500 + b'"}\n' + whole.splitlines(keepends=True)[-1])
+    every = list(lines(path))
+    assert [line.number for line in every] == [1, 2, 3, 4, 5, 6]
+    assert every[4].row is None and every[5].row == every[3].row and every[5].end == path.stat().st_size
+    for at, line in enumerate(every):
+        assert list(lines(path, after=line)) == every[at + 1 :]
+
+
+def test_a_row_that_the_system_takes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "journal.jsonl", os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:5]))
+    write(path, 3)
+    monkeypatch.undo()
+    assert [row["loss"] for row in journal.read(path).rows] == [1 / 3, 1 / 6, 1 / 9]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -79,6 +80,40 @@ def test_a_line_too_long_to_be_a_row_is_passed_over(run: Path, monkeypatch: pyte
     journal = ng.observe.Journal(run)
     assert [row["step"] for row in journal.of_kind("step")] == [1, 2, 3, 4]
     assert len(journal.problems) == 1 and "line 6" in journal.problems[0]
+
+
+def test_the_newest_runs_of_a_folder_that_is_none_are_named(tmp_path: Path) -> None:
+    for at in range(6):
+        (tmp_path / f"run{at}").mkdir()
+        path = tmp_path / f"run{at}" / "journal.jsonl"
+        path.write_bytes(b"")
+        os.utime(path, (1000 - at % 3 * 10 - at, 1000 - at % 3 * 10 - at))  # the newest first: 0 3 1 4 2 5
+        if at == 4:
+            with pytest.raises(ConfigError) as five:
+                ng.observe.Journal(tmp_path)
+    with pytest.raises(ConfigError) as six:
+        ng.observe.Journal(tmp_path)
+    named = [", ".join(str(tmp_path / f"run{at}") for at in order) for order in ((0, 3, 1, 4, 2), (0, 3, 1, 4, 2))]
+    assert str(five.value).endswith(f"give one of the runs in it: {named[0]}")
+    assert str(six.value).endswith(f"give one of the runs in it: {named[1]}, ...")
+
+
+def test_rows_are_found_by_their_kind_however_they_are_written(run: Path) -> None:
+    append(
+        run, b'{"step": 4, "kind": "step"}\n{"kind":"warning", "step":4}\n{"kind": "step", "step": 5, "skipped": 1}\n'
+    )
+    journal = ng.observe.Journal(run)
+    assert [row["step"] for row in journal.of_kind("step")] == [1, 2, 3, 4, 5]
+    assert [row["kind"] for row in journal.of_kind("warning")] == ["warning"]
+    assert list(journal.of_kind("ste")) == []
+    assert journal.steps["skipped"].tolist() == [False, True, False, False, False]  # 1 is no true
+
+
+@pytest.mark.parametrize("step", [b"true", b"-1", b"1.0", b'"1"', b"4294967296", b"null"])
+def test_a_step_that_is_no_count_is_damage(run: Path, step: bytes) -> None:
+    append(run, b'{"kind": "step", "step": %s}\n' % step)
+    journal = ng.observe.Journal(run)
+    assert journal.steps["step"].tolist() == [1, 2, 3] and "line 6" in journal.problems[0]
 
 
 def test_a_newer_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:

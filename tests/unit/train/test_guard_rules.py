@@ -57,6 +57,10 @@ def test_the_normal_ratio_is_what_normal_values_measure(spec: ng.CastSpec) -> No
         ({"sqnr_db": 25.7}, Verdict.CALM, "sqnr_db"),
         ({"sqnr_db": math.inf, "saturated": 0.0}, Verdict.CALM, "saturated"),
         ({"sqnr_db": 3.0, "saturated": 0.4, "flushed": 0.0}, Verdict.TROUBLE, "saturated"),  # it says what is lacking
+        ({"sqnr_db": 3.0, "saturated": 0.02}, Verdict.TROUBLE, "saturated"),  # also where the ratio is further beyond
+        ({"saturated": 0.02, "flushed": 0.5}, Verdict.TROUBLE, "flushed"),  # 5 times its limit, not twice
+        ({"saturated": 0.01}, Verdict.INSIDE, "saturated"),  # a limit itself is inside
+        ({"saturated": 0.01 * 0.1}, Verdict.CALM, "saturated"),
     ],
 )
 def test_limits_are_two_sided(measures: dict[str, float], verdict: Verdict, measure: str) -> None:
@@ -71,6 +75,29 @@ def test_what_is_not_judged() -> None:
     assert judge("input", ng.CastSpec(F.BF16), {"sqnr_db": 5.0}, LIMITS) is None
     assert judge("exp_avg", MOMENTS[8][0], {"sqnr_db": 5.0, "flushed": 1.0}, LimitsConfig(flushed=1.0)) is None
     assert judge("input", E4M3, {"amax": 1.0}, LIMITS) is None
+
+
+def test_saturation_is_judged_without_a_scale_and_flushing_of_moments_in_any_format() -> None:
+    unscaled, four_bits = ng.CastSpec(F.E4M3FN, scale=ng.NONE), ng.CastSpec(F.UINT4, ng.Block(1, 128))
+    found = (
+        judge("input", unscaled, {"saturated": 0.02}, LIMITS),
+        judge("exp_avg_sq", four_bits, {"flushed": 0.2}, LIMITS),
+    )
+    assert found == (
+        Finding(Verdict.TROUBLE, "saturated", 0.02, 0.01), Finding(Verdict.TROUBLE, "flushed", 0.2, 0.1),
+    )  # fmt: skip
+
+
+def test_a_limit_of_zero_is_any_value_at_all_and_twice_beyond() -> None:
+    spec, limits = ng.CastSpec(F.E4M3FN, scale=ng.Delayed()), LimitsConfig(saturated=0.0)
+    found = [judge("input", spec, {"saturated": value, "flushed": 0.15}, limits) for value in (0.0, 1e-9)]
+    assert [each and (each.measure, each.verdict) for each in found] == [("flushed", BAD), ("saturated", BAD)]
+
+
+def test_integers_are_held_to_floating_formats_of_their_size() -> None:
+    sizes = ((F.INT8, F.E4M3FN), (F.UINT8, F.E4M3FN), (F.INT4, F.E2M1FN), (F.UINT4, F.E2M1FN))
+    for integer, floating in sizes:
+        assert normal_db(ng.CastSpec(integer)) == normal_db(ng.CastSpec(floating))
 
 
 def climb(role: str, spec: ng.CastSpec | None, measure: str) -> list[str]:
@@ -145,6 +172,38 @@ def test_only_calm_that_lasts_demotes_and_every_return_doubles_it() -> None:
     assert needed == [6, 12, 24, 48]
 
 
+def test_trouble_begins_calm_anew_and_so_does_a_promotion() -> None:
+    standing = Standing(climbed=[E4M3])
+    assert [standing.take(v, 2, 3) for v in (GOOD, GOOD, BAD, GOOD, GOOD, GOOD)] == [
+        Move.NONE, Move.NONE, Move.WAIT, Move.NONE, Move.NONE, Move.DEMOTE,
+    ]  # fmt: skip
+    standing = Standing(climbed=[E4M3], calm=2)
+    standing.promoted(BLOCKS)  # by losses, which no sample has announced
+    assert [standing.take(GOOD, 2, 3) for _ in range(3)] == [Move.NONE, Move.NONE, Move.DEMOTE]
+
+
+def test_only_the_sample_after_a_promotion_needs_no_second_look() -> None:
+    standing = Standing()
+    standing.promoted(E4M3)
+    assert standing.take(MEANWHILE, 2, 3) is Move.NONE and not standing.is_watched
+    assert standing.take(BAD, 2, 3) is Move.WAIT
+    standing = Standing(climbed=[E4M3])
+    standing.demoted(3)
+    assert standing.take(BAD, 2, 3) is Move.PROMOTE  # and the trial is over
+    standing.promoted(E4M3)
+    assert standing.take(GOOD, 2, 3) is Move.NONE and not standing.is_watched
+
+
+def test_a_return_over_several_rungs_is_one_return_and_doubling_ends() -> None:
+    standing = Standing(climbed=[E4M3])
+    standing.demoted(2)
+    for spec in (E4M3, BLOCKS):
+        assert standing.take(BAD, 2, 3) is Move.PROMOTE
+        standing.promoted(spec)
+    assert (standing.returns, standing.needed_calm(3)) == (1, 6)
+    assert Standing(returns=1000).needed_calm(3) == Standing(returns=20).needed_calm(3) == 3 * 2**20
+
+
 def test_a_closer_look_is_no_calm() -> None:
     standing = Standing(climbed=[E4M3])
     assert [standing.take(GOOD, 2, 2, is_regular=False) for _ in range(9)] == [Move.NONE] * 9
@@ -205,6 +264,40 @@ def test_steps_that_are_not_finite_are_answered_unless_a_loss_scale_is_being_loo
     losses = losses_of()
     found = [losses.take(step, loss, True, scale) for step in range(1, 6)]
     assert [each is not None for each in found] == [False, False, answered, False, False]
+
+
+def test_trouble_that_comes_again_after_calm_is_answered_again() -> None:
+    losses = losses_of()
+    for step in range(1, 41):
+        losses.take(step, 2.0, False, 1.0)
+    for begin in (41, 51):
+        found = [losses.take(step, 9.0, False, 1.0) for step in range(begin, begin + 4)]
+        assert [each and each.since for each in found] == [None, None, begin, None]
+        assert losses.take(begin + 4, 2.0, False, 1.0) is None
+
+
+def test_steps_that_are_not_finite_and_losses_above_the_band_are_counted_apart() -> None:
+    losses = losses_of()
+    for step in range(1, 41):
+        losses.take(step, 2.0, False, 1.0)
+    for step, loss in enumerate((math.nan, 9.0, 9.0, math.inf, math.nan), 41):  # of none of them three
+        assert losses.take(step, loss, False, 1.0) is None
+        assert not losses.calm_since_sample() and losses.asks_for(step + 1)
+    assert losses.take(46, 2.0, False, 1.0) is None
+    assert losses.calm_since_sample() and not losses.asks_for(47)
+
+
+def test_the_steps_around_the_trouble_that_a_run_went_back_from_are_sampled() -> None:
+    losses = losses_of(confirm=2)
+    for step in range(1, 101):
+        losses.take(step, 2.0, False, 1.0)
+    trouble = [losses.take(step, 9.0, False, 1.0) for step in range(101, 104)][-1]
+    assert trouble is not None and (trouble.since, trouble.step) == (101, 103)
+    losses.went_back(trouble)
+    assert losses.rollbacks == 1
+    assert [step for step in range(90, 110) if losses.asks_for(step)] == list(range(97, 104))  # from 2 * confirm before
+    again = [losses.take(step, 9.0, False, 1.0) for step in range(95, 98)]
+    assert [each and (each.since, each.step) for each in again] == [None, None, (95, 97)]
 
 
 def test_losses_go_through_json() -> None:
