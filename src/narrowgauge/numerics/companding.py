@@ -49,6 +49,14 @@ def limit_of(fmt: Format, companding: Companding) -> float:
     return fmt.max**2 if companding is SQUARE_ROOT else fmt.max
 
 
+def smallest_of(fmt: Format, companding: Companding) -> float:
+    """The smallest positive magnitude that a code stands for; of RANGE_EXPANSION that of a tile it does not bend."""
+    if companding is DYNAMIC:
+        return code_book.smallest(fmt.signed)
+    least = fmt.smallest_subnormal
+    return least**2 if companding is SQUARE_ROOT else least
+
+
 def encode(
     scaled: Tensor,
     fmt: Format,

@@ -249,7 +249,7 @@ def _specs(run: RunReader, cells: Sequence[Cell]) -> tuple[list[dict[str, Any]],
         key = repr(sorted(spec.items(), key=str))
         if key not in seen:
             seen[key] = len(specs)
-            shown = {name: spec.get(name) for name in ("format", "granularity", "scale", "max", "min")}
+            shown = {name: spec.get(name) for name in ("format", "granularity", "scale", "rounding", "max", "min")}
             specs.append({**shown, "name": format_name(spec), "sqnr_db": best_sqnr_db(spec)})
         numbers.append(seen[key])
     return specs, numbers

@@ -152,13 +152,15 @@ def _cell(run: Mapping[str, Any], layer: str, role: str) -> str | None:
     held = []
     scale = decoded(precision["measures"]["scale"]).get(cell) if "scale" in precision["measures"] else None
     number = precision["spec_of"][cell]
+    largest = ""
     if scale is not None and number >= 0 and precision["specs"][number]["max"]:
         spec = precision["specs"][number]
+        largest = "" if spec["granularity"] == "per tensor" else "largest tile's "
         held = [
             (x, spec["min"] * low, spec["max"] * high) for x, (low, high) in zip(steps, scale.tolist(), strict=True)
         ]
     line = Line("amax", list(zip(steps, amax[:, 1].tolist(), strict=True)), amax[:, 0].tolist(), amax[:, 1].tolist())
     title = f"{layer}, {role}: largest magnitude against the format's range"
     chart = Chart(title, run["name"], "step", "magnitude", [line], range=held, is_log=True, height=360,
-                  range_name="shaded: what the format holds, with its scale" if held else "")  # fmt: skip
+                  range_name=f"shaded: what the format holds, with its {largest}scale" if held else "")  # fmt: skip
     return line_chart(chart)

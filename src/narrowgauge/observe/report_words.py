@@ -34,6 +34,8 @@ def best_sqnr_db(spec: Mapping[str, Any]) -> float | None:
     Rounded stochastically, a value between two neighbours errs by f (1 - f) of their distance squared in the mean: over
     all f a sixth, where nearest gives a twelfth.
     """
+    if spec.get("companding"):
+        return None  # its steps are those of a curve
     master = spec.get("master")
     alone = expected_sqnr_db(spec.get("format"))
     if is_stochastic(spec) and alone is not None:

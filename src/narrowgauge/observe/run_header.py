@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.layers.gradient_hooks import KeptGradient
+from narrowgauge.layers.kinds import root_of
 from narrowgauge.layers.recipe_layer import RecipeLayer
 from narrowgauge.layers.report import report
+from narrowgauge.numerics.companding import LINEAR, limit_of, smallest_of
 from narrowgauge.numerics.formats import Format, of_dtype
-from narrowgauge.numerics.rounding import STOCHASTIC
+from narrowgauge.numerics.rounding import NEAREST_EVEN, STOCHASTIC
 from narrowgauge.numerics.scaling import NONE, Delayed, ScaleRule
 from narrowgauge.optim.parameters import FormattedOptimizer
 from narrowgauge.optim.replace import current
@@ -33,6 +35,7 @@ def header(model: nn.Module, optimizer: Optimizer | None, recipe: Mapping[str, A
 
     recipe: as `recipes.serialize.to_dict` writes it, or its name.
     """
+    model = root_of(model)
     return {
         "device": str(_device_of(model) or "cpu"),
         "threads": torch.get_num_threads(),
@@ -83,9 +86,10 @@ def conversion(model: nn.Module) -> list[dict[str, Any]]:
 def formats(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, dict[str, dict[str, Any]]]:
     """{layer: {role: {"format", "granularity", "scale", "max", "min"}}}: what is cast, and the range of its format.
 
-    min: the smallest positive value. Where it is rounded stochastically, "rounding" says so. Of parameters also
-    "master": the format of what completes or replaces them at the update, where there is such a thing. Layers of
-    parameters: see `layer_of`. Optimizer states: of narrowgauge.optim's.
+    max, min: the largest and the smallest positive value that a code stands for, but for the scale. "rounding" and
+    "companding": only where they are others than to the nearest, and none. Of parameters also "master": the format of
+    what completes or replaces them at the update, where there is such a thing. Layers of parameters: see `layer_of`.
+    Optimizer states: of narrowgauge.optim's.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, module in model.named_modules():
@@ -141,10 +145,11 @@ def _described(spec: CastSpec) -> dict[str, Any]:
         "format": fmt.name,
         "granularity": str(spec.granularity),
         "scale": scale,
-        "max": fmt.max,
-        "min": fmt.smallest_subnormal,
+        "max": limit_of(fmt, spec.companding),
+        "min": smallest_of(fmt, spec.companding),
     }
-    return found | ({"rounding": STOCHASTIC.value} if spec.rounding is STOCHASTIC else {})
+    curve = {} if spec.companding is LINEAR else {"companding": spec.companding.value}
+    return found | curve | ({} if spec.rounding is NEAREST_EVEN else {"rounding": spec.rounding.value})
 
 
 def _name(scale: Any) -> str:

@@ -35,6 +35,22 @@ def moments(rows: int, columns: int, signed: bool, seed: int = 0) -> Tensor:
     return x if signed else x.square()
 
 
+@pytest.mark.parametrize(("fmt", "curve"), [*BENT, *((fmt, LINEAR) for fmt in NARROW)], ids=repr)
+def test_the_range_of_a_curve_is_that_of_its_codes(fmt: Format, curve: Companding) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype) if fmt.bits == 8 else None
+    x = torch.linspace(-1, 1, 4097) ** 9 * companding.limit_of(fmt, curve)
+    if not fmt.signed:
+        x = x.abs()
+    codes = companding.encode(x, fmt, curve) if codes is None else codes
+    values = companding.decode(codes, fmt, curve).abs()
+    values = values[values.isfinite() & (values > 0)]
+    if (
+        not fmt.is_integer or curve is DYNAMIC or not fmt.signed
+    ):  # two's complement has one code more, which no cast gives
+        assert float(values.max()) == companding.limit_of(fmt, curve)
+    assert float(values.min()) == pytest.approx(companding.smallest_of(fmt, curve), rel=1e-6)
+
+
 @pytest.mark.parametrize(("fmt", "curve"), BENT, ids=repr)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())

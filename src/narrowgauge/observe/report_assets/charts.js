@@ -193,14 +193,15 @@ function indexOf(points, x) {
 const nearest = (points, x) => (points.length ? points[indexOf(points, x)] : null);
 
 // shares of the values by exponent, against the range that the format holds under the scale
-// spec: {id, title, low, shares, range: [least, largest] | null, height}
+// spec: {id, title, low, shares, range: [least, largest] | null, isWhole, keeps, height}
+// isWhole: all values have this range; of tiles, each has its own. keeps: no value but zero becomes zero for sure
 function histogram(spec) {
   const host = el("figure", { class: "chart", id: spec.id });
   const frame = el("div", { class: "frame", role: "img" });
   host.append(el("figcaption", {}, el("strong", { text: spec.title }), spec.note ? el("span", { text: spec.note }) : null), frame);
   const least = spec.range ? Math.log2(spec.range[0]) : null, largest = spec.range ? Math.log2(spec.range[1]) : null;
   // below half of the smallest positive value, or wholly above the largest
-  const place = (exponent) => (spec.range === null ? "" : exponent + 1 <= least - 1 ? "below" : exponent > largest ? "above" : "");
+  const place = (exponent) => (spec.range === null || !spec.isWhole ? "" : exponent + 1 <= least - 1 ? (spec.keeps ? "" : "below") : exponent > largest ? "above" : "");
   host.append(fold(`${spec.id}-table`, "Data as a table", ["magnitude from", "share of the values", ""],
     () => [...spec.shares].map((share, at) => [power(2, spec.low + at), percent(share),
       { below: "becomes zero", above: "cut off", "": "" }[place(spec.low + at)]])));
@@ -210,7 +211,7 @@ function histogram(spec) {
     if (place(spec.low + at) === "above") above += share;
   });
   frame.setAttribute("aria-label", `${spec.title}: values from ${power(2, spec.low)} to ${power(2, spec.low + spec.shares.length)}`
-    + (spec.range ? `; ${percent(below)} become zero, ${percent(above)} are cut off` : ""));
+    + (spec.range && spec.isWhole ? `; ${percent(below)} become zero, ${percent(above)} are cut off` : ""));
   host.redraw = () => drawHistogram(spec, frame, place, least, largest);
   return host;
 }

@@ -188,6 +188,7 @@ class PrecisionMap {
 function rangeOf(spec, scale) {
   return spec && spec.max && spec.min && scale > 0 && Number.isFinite(scale) ? [spec.min * scale, spec.max * scale] : null;
 }
+const inTiles = (spec) => spec.granularity !== "per tensor";
 function specOf(precision, cell) { return precision.spec_of[cell] >= 0 ? precision.specs[precision.spec_of[cell]] : null; }
 function pointsOf(map, measure, cell) {
   const series = map.measures.has(measure) ? map.measures.get(measure).series(cell) : null;
@@ -217,7 +218,7 @@ function detail(map, cell, hist) {
   const data = (points, names) => ({ columns: ["step", ...names], rows: () => points.map(([x, ...rest]) => [integer(x), ...rest.map(short)]) });
   if (amax.length)
     parts.push({ id: "cell-amax", title: "Largest magnitude against the format's range", y: "magnitude", log: true, base: 2, lines: [{ name: "amax", colour: "run0", points: amax }],
-      areas: ranges.length ? [{ name: "what the format holds, with its scale", colour: "range", points: ranges }] : [], ...data(amax.map((p) => [p[0], p[1], p[3]]), ["amax, least", "amax, greatest"]) });
+      areas: ranges.length ? [{ name: `what the format holds, with its ${inTiles(spec) ? "largest tile's " : ""}scale`, colour: "range", points: ranges }] : [], ...data(amax.map((p) => [p[0], p[1], p[3]]), ["amax, least", "amax, greatest"]) });
   const sqnr = pointsOf(map, "sqnr_db", cell);
   if (sqnr.length) {
     const lines = [{ name: "SQNR", colour: "run0", points: sqnr }];

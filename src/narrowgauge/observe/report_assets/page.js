@@ -154,7 +154,8 @@ function cellHistogram(layer, role, id) {
   const entry = row.cells.find(([a, b]) => a === layer && b === role);
   if (!entry) return null;
   const [, , low, offset, length] = entry;
-  return histogram({ id, title: id === "cell-histogram" ? "Magnitudes against the format's range" : role, note: `step ${integer(row.step)}`, low, shares: all.shares.slice(offset, offset + length), range: rangeAt(layer, role, row.step), height: 150 });
+  const cell = state.map ? cellNamed(state.map, layer, role) : undefined, spec = cell === undefined ? null : specOf(state.map.data, cell);
+  return histogram({ id, title: id === "cell-histogram" ? "Magnitudes against the format's range" : role, note: `step ${integer(row.step)}`, low, shares: all.shares.slice(offset, offset + length), range: rangeAt(layer, role, row.step), isWhole: spec && !inTiles(spec), keeps: spec && spec.rounding, height: 150 });
 }
 function rangeAt(layer, role, step) {
   const map = state.map, cell = map ? cellNamed(map, layer, role) : undefined;
@@ -177,7 +178,7 @@ function layerSection(layer) {
     } });
     const shown = run.precision.roles.map((role) => cellHistogram(layer, role, `histogram-${role}`)).filter(Boolean);
     parts.push(el("div", { class: "controls" }, el("div", { class: "field" }, el("label", { for: "histogram-step", text: "When" }), slider, el("output", { for: "histogram-step", text: `step ${integer(all.steps[at].step)}` }))));
-    parts.push(el("ul", { class: "legend" }, ...[["area c-range", "what the format holds, with its scale"], ["area solid c-run0", "held"], ["area c-below", "below: becomes zero"], ["area c-above", "above: cut off"]].map(([kind, text]) => el("li", {}, el("i", { class: kind, "aria-hidden": "true" }), text))));
+    parts.push(el("ul", { class: "legend" }, ...[["area c-range", "what the format holds, with its scale (of tiles: the largest)"], ["area solid c-run0", "held"], ["area c-below", "below: becomes zero"], ["area c-above", "above: cut off"]].map(([kind, text]) => el("li", {}, el("i", { class: kind, "aria-hidden": "true" }), text))));
     parts.push(shown.length ? el("div", { class: "multiples" }, ...shown) : el("p", { class: "empty", text: "No histogram of this layer was taken at this step." }));
   } else parts.push(el("p", { class: "empty", text: `The journal holds no exponent histograms${run.why_no_histograms}.` }));
   const scales = layer === null ? [] : run.precision.roles.map((role, at) => ({ name: role, colour: `role${at % 8}`, points: pointsOf(state.map, "scale", cellNamed(state.map, layer, role)) })).filter((line) => line.points.length);
