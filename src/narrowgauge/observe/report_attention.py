@@ -89,7 +89,7 @@ def _skips(run: RunReader) -> list[Finding]:
     at_minimum = skipped & ~(scale > smallest)
     stuck_first, stuck_last = max(_streaks(at_minimum), key=lambda pair: pair[1] - pair[0], default=(0, -1))
     stuck = stuck_last - stuck_first + 1
-    share = float(skipped.mean())
+    share, since = float(skipped.mean()), int(steps[np.argmax(skipped)])
     culprit, advice = _culprit(run)
     ended_so = stuck_last == len(steps) - 1 and _streaks(skipped)[-1][0] <= stuck_last + 1 - _too_many(run)
     if stuck >= _too_many(run) or (stuck and ended_so):
@@ -103,16 +103,17 @@ def _skips(run: RunReader) -> list[Finding]:
         return [Finding(SERIOUS, "skipped steps", title, text, advice, int(steps[stuck_first]))]
     text = (
         f"{int(skipped.sum()):,} of {len(steps):,} steps ({share:.2g} of them) were skipped because a gradient was not "
-        f"finite, at most {last - first + 1:,} in a row, from step {steps[first]:,}.{culprit}"
+        f"finite, the first at step {since:,}, at most {last - first + 1:,} in a row, from step {steps[first]:,}."
+        f"{culprit}"
     )
     title = f"{int(skipped.sum()):,} steps were skipped"
     if is_scaled and share <= SKIPPED_SHARE:
         return [
             Finding(NOTE, "skipped steps", title, f"{text} That is how a loss scale finds its size.", "Nothing to do.",
-                    int(steps[first]))
+                    since)
         ]  # fmt: skip
     severity = SERIOUS if share > SKIPPED_SHARE else LOOK
-    return [Finding(severity, "skipped steps", title, text, advice, int(steps[first]))]
+    return [Finding(severity, "skipped steps", title, text, advice, since)]
 
 
 def _too_many(run: RunReader) -> int:

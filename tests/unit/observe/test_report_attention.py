@@ -437,3 +437,97 @@ def test_a_run_that_ended_early(tmp_path):
     (folder / "config.yaml").write_text("steps: 500\n")
     found = [each for each in attention(RunReader(folder)) if each.rule == "journal"]
     assert [(each.severity, each.step) for each in found] == [("note", 200)] and "of 500" in found[0].text
+
+
+def test_the_words_of_skips_count_rows_and_parameters(tmp_path):
+    def change(step, row):
+        name = {10: "a.weight", 20: "b.weight", 21: "a.weight", 22: "b.weight", 50: "c.weight"}.get(step)
+        return row | {"skipped": True, "bad_parameter": name} if row["kind"] == "step" and name else row
+
+    (found,) = found_in(tmp_path / "run", change=change)
+    assert (found.severity, found.title, found.step) == ("look", "5 steps were skipped", 10)
+    assert found.text == (
+        "5 of 200 steps (0.025 of them) were skipped because a gradient was not finite, the first at step 10, at most "
+        "3 in a row, from step 20. The first parameter with a gradient that was not finite was a.weight, at step 10 (2 "
+        "times), later 2 other parameters."
+    )
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "severity"), [(3, 3, "serious"), (3, 2, "look"), (50, 9, "look"), (50, 10, "serious")]
+)
+def test_as_many_skips_as_stop_the_run_are_serious_and_ten_at_most(tmp_path, most, count, severity):
+    folder = write_run(tmp_path / "run", change=steps(since=51, until=50 + count, skipped=True))
+    (folder / "config.yaml").write_text(f"max_skips: {most}\nsteps: 200\n")
+    run = RunReader(folder)
+    (found,) = [each for each in attention(run) if each.rule == "skipped steps"]
+    assert found.severity == severity
+    assert f"skipped steps: {min(most, 10)} in a row or more" in " ".join(checked(run))
+    if severity == "serious":
+        assert found.title == f"{count} steps in a row were skipped at the smallest loss scale"
+        assert f"with a loss scale of 1, from step 51 to step {50 + count}: " in found.text
+
+
+@pytest.mark.parametrize(
+    ("since", "until", "skipped", "severity", "said"),
+    [
+        (60, 61, True, "look", "2 losses are infinite or NaN, first at step 60. Those steps were skipped."),
+        (
+            60,
+            61,
+            False,
+            "serious",
+            "2 losses are infinite or NaN, first at step 60. Not all of those steps were skipped.",
+        ),
+        (199, 200, True, "serious", "first at step 199, up to the end. Those steps were skipped."),
+    ],
+)
+def test_losses_that_are_not_finite_are_serious_unless_skipped_and_over(
+    tmp_path, since, until, skipped, severity, said
+):
+    found = found_in(tmp_path / "run", change=steps(since=since, until=until, loss=math.inf, skipped=skipped))
+    (found,) = [each for each in found if each.rule == "loss"]
+    assert (found.severity, found.step) == (severity, since) and found.text.endswith(said)
+
+
+def test_of_several_spikes_the_highest_above_its_band_is_told(tmp_path):
+    high = {100: 6.0, 150: 8.0, 151: 9.0, 170: 7.0}
+
+    def change(step, row):
+        return row | {"loss": high[step]} if row["kind"] == "step" and step in high else row
+
+    folder = write_run(tmp_path / "run", change=change)
+    run = RunReader(folder)
+    (found,) = [each for each in attention(run) if each.rule == "loss"]
+    end = run.band_ends[150]  # before step 151
+    assert end > run.band_ends[-1] + 0.01
+    assert found.text == (
+        f"At step 151 the loss was 9.000; the band ended at {end:.3f}. 3 spikes in all, the first at step 100; the "
+        "loss came back."
+    )
+
+
+def test_counts_of_the_guard_and_of_layers_are_whole(tmp_path):
+    rows = [{"name": f"l{at}", "status": "skipped", "reason": "why"} for at in range(3)]
+    rows += [{"name": "up", "status": "converted", "backend": "emulated", "casts": {"input": "E4M3FN"}},
+             {"name": "norm", "status": "converted", "backend": "torch", "casts": {}},
+             {"name": "other", "status": "converted", "backend": "torch", "casts": {"input": "E4M3FN"}}]  # fmt: skip
+    folder = write_run(tmp_path / "run", conversion=rows)
+    with (folder / "journal.jsonl").open("ab") as file:
+        for at in range(12):
+            action, message = ("wait", "a look") if at == 0 else ("promote", f"act {at}")
+            file.write(encode({"kind": "guard", "step": 30 + at, "action": action, "message": message}))
+    (folder / "config.yaml").write_text("steps: 200\n")
+    found = {(each.rule, each.severity): each for each in attention(RunReader(folder))}
+    assert ("journal", "note") not in found  # it is at its end
+    guard = found["guard", "look"]
+    assert guard.title == "The guard acted 11 times"
+    assert guard.text == "1 x wait, 11 x promote. First, at step 31: act 1."
+    assert found["conversion", "look"].text == "3 (l0, l1, l2): why."
+    assert found["conversion", "note"].text.endswith(" The other 2 of 3 converted layers need no emulation.")
+
+
+def test_samples_at_uneven_distances_have_a_mean_distance(tmp_path):
+    change = lambda step, row: {} if row["kind"] == "precision" and step == 20 else row  # noqa: E731
+    run = RunReader(write_run(tmp_path / "run", steps=40, change=change))
+    assert ", in 3 steps, one in every 15.0 on average: " in checked(run)[0]
