@@ -22,11 +22,12 @@ def plan(argv: Sequence[str]) -> int:
     arguments = _parser().parse(argv)
 
     from narrowgauge.cli.console import print_json
-    from narrowgauge.observe.plan_search import Work, largest
+    from narrowgauge.observe.plan_search import Work, check_family, largest
     from narrowgauge.recipes.library import recipe
 
+    among_many = arguments.largest or arguments.picture
     for name in arguments.recipe:
-        recipe(name)  # a wrong name is found before anything is computed
+        (check_family if among_many else recipe)(name)  # a wrong one is found before anything is computed
     work = Work(arguments.batch_size, arguments.sequence_length, arguments.accumulation, arguments.checkpointing)
     answers = [_answer(arguments, name, work) for name in arguments.recipe]
     fits: dict[str, Any] = {}
@@ -59,7 +60,10 @@ def _parser() -> Parser:
     parser.add_argument("--gpus", required=True, type=int, help="how many there are")
     parser.add_argument("--memory-gb", required=True, type=float, help="of each; 1 GB = 10^9 bytes")
     parser.add_argument(
-        "--recipe", nargs="+", default=list(DEFAULT_RECIPES), help=f"names; default: {', '.join(DEFAULT_RECIPES)}"
+        "--recipe",
+        nargs="+",
+        default=list(DEFAULT_RECIPES),
+        help=f"names, or files as `tune` writes them; default: {', '.join(DEFAULT_RECIPES)}",
     )
     parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch on a rank; default 1")
     parser.add_argument("--sequence_length", type=int, help="tokens; default: the model's context")
@@ -142,14 +146,13 @@ def _draw(arguments: Namespace, work: Work) -> dict[str, dict[int, int]]:
     """Write the picture: parameters of the largest GPT by recipe and number of GPUs."""
     from narrowgauge.observe.plan_layout import outline
     from narrowgauge.observe.plan_picture import picture
-    from narrowgauge.observe.plan_search import check_budget, family, largest_of_family
-    from narrowgauge.recipes.library import recipe
+    from narrowgauge.observe.plan_search import check_budget, check_family, family, largest_of_family
 
     budget = check_budget(arguments.gpus, arguments.memory_gb)
     gpus = [arguments.gpus >> n for n in range(PICTURED) if arguments.gpus >> n]
     found: dict[str, dict[int, int]] = {}
     for name in arguments.recipe:
-        resolved = recipe(name).resolve("cpu").at(0)
+        resolved = check_family(name)
         blocks = {count: largest_of_family(resolved, count, budget, work) for count in gpus}
         found[name] = {count: outline(family(n)).parameters if n else 0 for count, n in blocks.items()}
     tokens = work.sequence_length or family(1).context

@@ -8,9 +8,10 @@ weights that wait for the gradients of inputs.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,11 +25,12 @@ from narrowgauge.errors import ConfigError
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.gpt import GPT
 from narrowgauge.observe.ledger import SavedActivations
-from narrowgauge.observe.plan_state import is_multiplied_as_stored, layers_of, quantized, weight_codes
+from narrowgauge.observe.plan_layers import LayerCast, casts_of, small_model
+from narrowgauge.observe.plan_layout import outline
+from narrowgauge.observe.plan_state import is_multiplied_as_stored, quantized, weight_codes
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.spec import Recipe
 
-_SIZES = ("first", "block", "last", "inside", "weights")
 KEPT = "no layer"  # an include glob that matches none
 
 
@@ -37,32 +39,36 @@ class Saved:
     """Bytes that one micro-batch saves, on one process with all features.
 
     first: what comes before the blocks, e.g. the embedding. block: of one. last: what comes after them. inside: of one
-    block while it is recomputed, where it is checkpointed; else 0. weights: codes of weights among `block`, or among
-    `inside` where that is not 0, which do not follow the tokens. stream: dtype between the blocks.
+    block while it is recomputed, where it is checkpointed; else 0. stream: dtype between the blocks. own: where blocks
+    differ, (block, inside) of each, and `block` is their mean.
     """
 
     first: int
     block: int
     last: int
     inside: int
-    weights: int
     stream: torch.dtype
+    own: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def nothing() -> Saved:
         """For a first look at what stays."""
-        return Saved(0, 0, 0, 0, 0, torch.float32)
+        return Saved(0, 0, 0, 0, torch.float32)
+
+    def of_block(self, at: int) -> tuple[int, int]:
+        """(block, inside) of the block of this number."""
+        return self.own[at] if self.own else (self.block, self.inside)
 
     def total(self, blocks: int) -> int:
         """What `SavedActivations` counts in the forward pass of a model of so many blocks."""
-        return self.first + blocks * self.block + self.last
+        return self.first + sum(self.of_block(at)[0] for at in range(blocks)) + self.last
 
 
 def saved(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpointing: bool) -> Saved:
     """What a GPT saves for backward under a resolved recipe, for `batch` sequences of so many tokens.
 
     Layers that the recipe keeps at the ends (`first_last`) save what kept layers do: a mean over the blocks. Where
-    layers have casts of their own, all blocks are run.
+    layers have casts of their own, a block of each kind is run.
 
     Raises ConfigError for mixtures of experts, where it follows from which tokens visit which experts.
     """
@@ -74,7 +80,7 @@ def saved(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpoint
     if tokens > config.context:
         raise ConfigError(f"sequence_length={tokens}: the model's context is {config.context}; change either")
     if recipe.layers:
-        return _measured_whole(config, recipe, batch, tokens, checkpointing)
+        return _measured_kinds(config, recipe, batch, tokens, checkpointing)
     plain = recipe.replace(first_last=(0, 0), schedule=())
     shape = config.replace(layers=2)
     found = _measured(shape, plain, batch, tokens, checkpointing)
@@ -97,13 +103,12 @@ def extrapolated(at: int, known: Mapping[int, Saved]) -> Saved:
             found += math.prod(others, start=Fraction(getattr(member, name)))
         return round(found)
 
-    return Saved(**{name: value(name) for name in _SIZES}, stream=next(iter(known.values())).stream)
+    stream = next(iter(known.values())).stream
+    return Saved(value("first"), value("block"), value("last"), value("inside"), stream)
 
 
 def _share_quantized(config: GPTConfig, recipe: Recipe) -> float:
     """Of the layers that take part without `first_last`, how many still do."""
-    from narrowgauge.observe.plan_layout import outline  # which is about whole models
-
     layers = outline(config).all_layers
     chosen, all_chosen = (sum(quantized(layers, each).values()) for each in (recipe, recipe.replace(first_last=(0, 0))))
     return chosen / all_chosen if all_chosen else 0.0
@@ -113,24 +118,29 @@ def _mean(quantized_: Saved, kept: Saved, share: float) -> Saved:
     def mixed(name: str) -> int:
         return round(share * getattr(quantized_, name) + (1 - share) * getattr(kept, name))
 
-    return Saved(**{name: mixed(name) for name in _SIZES}, stream=quantized_.stream)
+    return Saved(mixed("first"), mixed("block"), mixed("last"), mixed("inside"), quantized_.stream)
 
 
-def _measured_whole(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpointing: bool) -> Saved:
-    """Of a model whose blocks are not alike: a block is their mean."""
-    marks, stream = _run(config, recipe, batch, tokens, checkpointing)
-    block = round((marks[-2] - marks[0]) / config.layers)
-    last = marks[-1] - marks[0] - config.layers * block  # so that the total is exact
-    layers = [each for each in layers_of(GPT(config, device="meta")) if each.name.startswith("blocks.")]
-    chosen = quantized(layers, recipe)
-    own = {each: recipe.for_layer(each.name) for each in layers if chosen[each.name]}
-    weights = sum(0 if is_multiplied_as_stored(o) else weight_codes(each, o) for each, o in own.items())
-    stored = sum(weight_codes(each, o) for each, o in own.items() if is_multiplied_as_stored(o))
+@functools.lru_cache(maxsize=64)
+def _measured_kinds(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkpointing: bool) -> Saved:
+    """Of a model whose blocks are not alike."""
+    casts = casts_of(config, recipe)
+    marks, stream = _run(*small_model(config, recipe, casts), batch, tokens, checkpointing)
+    sizes = [end - begin for begin, end in itertools.pairwise(marks[1:-1])]
+    first = marks[1] - sizes[casts.kind_of[0]]  # the first block may save what it shares with none
     if not checkpointing:
         # without values torch does not see that these codes are the parameter's
-        block -= round(stored / config.layers)
-    inside = _measured_whole(config, recipe, batch, tokens, False).block if checkpointing else 0
-    return Saved(marks[0], block, last, inside, round(weights / config.layers), stream)
+        sizes = [size - _stored_codes(kind) for size, kind in zip(sizes, casts.kinds, strict=True)]
+    whole = _measured_kinds(config, recipe, batch, tokens, False) if checkpointing else None
+    own = tuple((sizes[kind], 0 if whole is None else whole.of_block(at)[0]) for at, kind in enumerate(casts.kind_of))
+    block, inside = (round(sum(each) / config.layers) for each in zip(*own, strict=True))
+    return Saved(first, block, marks[-1] - marks[-2], inside, stream, own)
+
+
+def _stored_codes(layers: Sequence[LayerCast]) -> int:
+    """Bytes of codes of weights that are multiplied as they are stored."""
+    chosen = [each for each in layers if each.is_quantized and is_multiplied_as_stored(each.recipe)]
+    return sum(weight_codes(each.layer, each.recipe) for each in chosen)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,15 +149,11 @@ def _measured(config: GPTConfig, recipe: Recipe, batch: int, tokens: int, checkp
     marks, stream = _run(config, recipe, batch, tokens, checkpointing)
     first, block, last = marks[0], marks[2] - marks[1], marks[3] - marks[2]
     first += marks[1] - marks[0] - block  # the first block may save what it shares with none
-    model = GPT(config.replace(layers=1), device="meta")
-    layers = [each for each in layers_of(model) if each.name.startswith("blocks.")]
-    chosen = quantized(layers, recipe)
-    weights = sum(weight_codes(each, recipe) for each in layers if chosen[each.name])
-    if is_multiplied_as_stored(recipe):
+    if not checkpointing:
         # without values torch does not see that these codes are the parameter's
-        block, weights = block - (0 if checkpointing else weights), 0
+        block -= _stored_codes(casts_of(config, recipe).kinds[0])
     inside = _measured(config, recipe, batch, tokens, False).block if checkpointing else 0
-    return Saved(first, block, last, inside, weights, stream)
+    return Saved(first, block, last, inside, stream)
 
 
 def _run(

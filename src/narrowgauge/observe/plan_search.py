@@ -104,13 +104,7 @@ def best(
 
 
 def _resolved(recipe: str | Recipe) -> Recipe:
-    resolved = library.recipe(recipe).resolve("cpu").at(0)
-    if resolved.layers:
-        raise ConfigError(
-            f"recipe '{resolved.name}' has layers with casts of their own, and layouts are searched among models whose "
-            "blocks are alike: expected a recipe without; or plan one layout of data alone"
-        )
-    return resolved
+    return library.recipe(recipe).resolve("cpu").at(0)
 
 
 def given(
@@ -179,11 +173,22 @@ def largest(
     """
     work = work or Work()
     budget = check_budget(gpus, memory_gb)
-    resolved = _resolved(recipe)
+    resolved = check_family(recipe)
     by_size = sorted(preset_names(), key=lambda name: -outline(preset(name)).parameters)
     found = next((name for name in by_size if fits(preset(name), resolved, gpus, budget, work)), None)
     blocks = largest_of_family(resolved, gpus, budget, work)
     return found, None if blocks == 0 else family(blocks)
+
+
+def check_family(recipe: str | Recipe) -> Recipe:
+    """The resolved recipe. Raises ConfigError where it names layers, of one model, and no other has them."""
+    resolved = _resolved(recipe)
+    if resolved.layers:
+        raise ConfigError(
+            f"recipe '{resolved.name}' has casts for layers of one model by name, and the largest model is looked for "
+            "among many: expected a recipe without; leave out the largest model and the picture, or use another recipe"
+        )
+    return resolved
 
 
 def largest_of_family(recipe: Recipe, gpus: int, budget: int, work: Work) -> int:

@@ -126,11 +126,6 @@ def plan(
     step = Step(batch_size, tokens, accumulation, checkpointing == "full")
     plan_rank.parts(config, spread)
     check(spread, step)
-    if resolved.layers and spread.ranks != spread.data:
-        raise ConfigError(
-            f"recipe '{resolved.name}' has layers with casts of their own, and parallel {spread} parts layers as if "
-            "all were alike: expected data alone; or plan by each of the recipes that the layers follow"
-        )
     activations = saved(config, resolved, batch_size, tokens, step.recomputes)
     return plan_gpt(config, resolved, spread, step, activations, name)
 

@@ -13,7 +13,7 @@ from narrowgauge.distributed.simulation import simulated_ranks, without_values
 from narrowgauge.models.config import GPTConfig
 from narrowgauge.models.gpt import GPT
 from narrowgauge.observe.ledger import SavedActivations
-from narrowgauge.observe.plan_layout import Spread, blocks_of_stages
+from narrowgauge.observe.plan_layout import Spread, blocks_of_stages, outline
 from narrowgauge.observe.planner import STATE, plan
 
 BATCH, TOKENS = 2, 32
@@ -67,6 +67,40 @@ def test_a_planned_rank_is_a_simulated_one(config, recipe, sizes):
     for role, size in sent.items():
         assert found.wire.get(role, 0) == pytest.approx(size, rel=within.get(role, 0.0))
     if "shard" not in sizes:  # else what is saved has gathered weights in it, which are freed
+        assert found.bytes["activation"] == pytest.approx(saved, rel=0.02)
+
+
+def tuned(model: GPTConfig, base: str = "narrow8") -> ng.Recipe:
+    """As `tune` writes it: every layer by its name, all four kinds of choices, no two blocks alike."""
+    found = ng.recipe(base).replace(name="tuned")
+    choices = ("nvfp4", "fp8_rowwise", "mxfp8", None, "fp8_current")
+    names = [each.name for each in outline(model).all_layers if each.name != "lm_head"]
+    for at, name in enumerate(names):
+        choice = choices[at % len(choices)]
+        found = found.for_layers(name, "bf16" if choice is None else choice)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (LLAMA, {"data": 2}),
+        (LLAMA, {"shard": 4}),
+        (GPT3, {"tensor": 2}),
+        (LLAMA, {"data": 2, "tensor": 2}),
+        (GPT3, {"shard": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_a_planned_rank_of_a_tuned_recipe_is_a_simulated_one(config, sizes):
+    recipe = tuned(config)
+    held, saved, sent = simulated(config, recipe, sizes)
+    found = plan(config, recipe, Spread(**sizes), batch_size=BATCH, sequence_length=TOKENS)
+    assert {role: size for role, size in found.bytes.items() if role in STATE} == held
+    within = {"grad_comm": 0.003, "activation_comm": 0.001}
+    for role, size in sent.items():
+        assert found.wire.get(role, 0) == pytest.approx(size, rel=within.get(role, 0.0)), role
+    if "shard" not in sizes:
         assert found.bytes["activation"] == pytest.approx(saved, rel=0.02)
 
 
