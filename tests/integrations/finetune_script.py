@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import unittest.mock
 import warnings
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,19 @@ def stop_at(step: int) -> Any:
 
 
 def do(words: list[str]) -> dict[str, Any]:
-    """Run a command; words may begin with `stop=STEP`."""
+    """Run a command; words may begin with `stop=STEP`, `in=FOLDER` or `env=NAME=VALUE`."""
     seen.clear()
     seen.update(read=[], sampled=[], autocast=[])
     has_stop = words[0].startswith("stop=")
     if has_stop:
         Watch.on_step_begin = stop_at(int(words.pop(0).removeprefix("stop=")))  # type: ignore[method-assign]
+    folder = words.pop(0).removeprefix("in=") if words[0].startswith("in=") else "."
+    name, _, value = words.pop(0).removeprefix("env=").partition("=") if words[0].startswith("env=") else ("", "", "")
     out, err, began_s = io.StringIO(), io.StringIO(), time.monotonic()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), wire.counted() as count:
-        code = main(words)
+    shown_in = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with contextlib.chdir(folder), shown_in[0], shown_in[1], wire.counted() as count:
+        with unittest.mock.patch.dict(os.environ, {name: value} if name else {}):
+            code = main(words)
     if has_stop:
         del Watch.on_step_begin
     sent = {str(row.dtype): 0 for row in count.rows if row.role == "grad_comm"}

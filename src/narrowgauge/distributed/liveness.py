@@ -158,12 +158,22 @@ class Watch:
         wait_s = min(self.limits.every_s, 1.0)
         waited_s, absences = 0.0, self._absences
         while waited_s < self.limits.silence_s + 3 * self.limits.every_s:
-            if self._decided.wait(wait_s) or self._is_ending():
+            if self._has_read_verdict() or self._decided.wait(wait_s) or self._is_ending():
                 return True
             # the clock would count what this process was stopped for; after that the thread begins anew
             waited_s = waited_s + wait_s if self._absences == absences else 0.0
             absences = self._absences
         return False
+
+    def _has_read_verdict(self) -> bool:
+        """Look for a verdict now, where the thread would at its next turn."""
+        try:
+            verdict = "" if self._store is None else self._read_verdict(self._store)
+        except Exception:  # torch raises several kinds where a store does not answer
+            return False
+        if verdict:
+            self._take(verdict)
+        return bool(verdict)
 
     # what follows runs in the thread
 

@@ -38,7 +38,7 @@ from narrowgauge.integrations.finetune_ranks import (
     folder_on_first,
     processes,
     ranks_of,
-    told_by_its_own,
+    told_by_first,
 )
 from narrowgauge.integrations.finetune_rewards import reward_function
 from narrowgauge.integrations.finetune_run import FinetuneRun, step_of
@@ -130,7 +130,7 @@ def _checked_start(folder: FinetuneRun, checkpoint: str | None) -> Path | None:
 def _train(config: FinetuneConfig, folder: FinetuneRun, on_event: OnEvent, start: Path | None, ranks: Ranks) -> Outcome:
     watch = Watch(config, folder.path, on_event if ranks.is_first else ignore, ranks)
     limits = Limits(step_s=config.timeout_s)
-    with warnings.catch_warnings(), told_by_its_own(ranks), Others(limits, lambda: watch.is_ending) as others:
+    with warnings.catch_warnings(), told_by_first(ranks), Others(limits, lambda: watch.is_ending) as others:
         watch.on_progress = others.step
         # what transformers and TRL deprecate in each other is theirs to mend
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")

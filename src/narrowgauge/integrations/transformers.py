@@ -18,7 +18,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +213,31 @@ class Trainer(transformers.Trainer):
             )
         return super().evaluation_loop(*args, **kwargs)
 
-    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', inside the recipe's autocast."""
-        # in several processes the wrapper has it, and what is evaluated is the model inside
-        outside = autocast(self.recipe.at(self.state.global_step)) if self._is_distributed else nullcontext()
-        with outside:
-            return super().prediction_step(model, *args, **kwargs)
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', inside the recipe's autocast; in several processes with the loss of the batches of all."""
+        if not self._is_distributed:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        # the wrapper has autocast, and what is evaluated is the model inside
+        with autocast(self.recipe.at(self.state.global_step)):
+            loss, *others = super().prediction_step(model, self._without_repeated(inputs), *args, **kwargs)
+        # transformers counts a last round by the first processes' losses alone
+        return (loss if loss is None else self.accelerator.reduce(loss, "mean"), *others)
+
+    def _without_repeated(self, inputs: Any) -> Any:
+        """A batch without labels of the examples from the data's beginning by which accelerate fills up the last round.
+
+        Where losses are sums over tokens divided by the labels of all processes: elsewhere a batch cannot do without.
+        """
+        state = self.accelerator.gradient_state
+        labels = inputs.get("labels") if hasattr(inputs, "get") else None
+        if not (self.model_accepts_loss_kwargs and isinstance(labels, Tensor) and labels.dim() == 2):
+            return inputs
+        own = state.remainder - self.accelerator.process_index * len(labels)
+        if not state.end_of_dataloader or state.remainder <= 0 or own >= len(labels):
+            return inputs
+        labels = labels.clone()
+        labels[max(own, 0) :] = IGNORED
+        return {**inputs, "labels": labels}
 
     def _own_optimizer(self) -> Any:
         """The optimizer without accelerate's wrapper."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
-from narrowgauge.cli.finetune import _ABOUT
+from narrowgauge.cli.finetune import _ABOUT, _parser
 from narrowgauge.cli.main import main
-from narrowgauge.integrations.finetune_config import TASKS, SFTConfig, from_yaml, task_of
+from narrowgauge.errors import ConfigError
+from narrowgauge.integrations.finetune_config import TASKS, GRPOConfig, SFTConfig, from_yaml, task_of
 from narrowgauge.integrations.finetune_run import FinetuneRun
 from narrowgauge.recipes.files import recipe_text
 from narrowgauge.recipes.library import recipe
@@ -25,6 +29,18 @@ def test_help_has_every_field_under_its_group(task, capsys):
     assert all(f"\n{group}:" in shown for group in ("model", "data", "training", "run", "examples"))
     for each in dataclasses.fields(TASKS[task]):
         assert f"--{each.name.replace('_', '-')}" in shown
+
+
+def test_documented_commands_of_several_processes_parse():
+    page = Path(__file__).resolve().parents[3] / "docs" / "fine-tuning.md"
+    commands = re.findall(r"^torchrun .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert commands
+    for command in commands:
+        asked = get_args_parser().parse_args(shlex.split(command)[1:])
+        assert asked.module and asked.training_script == "narrowgauge" and asked.nproc_per_node == "2"
+        task, *words = asked.training_script_args
+        given = vars(_parser(task).parse(words))
+        assert {"model", "data", "output"} <= {key for key, value in given.items() if value is not None}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -60,6 +76,8 @@ def test_examples_are_commands_that_parse(task, monkeypatch, tmp_path):
         (["dpo", *HERE, "--label-smoothing", "0.5"], "label_smoothing=0.5: expected less than 0.5"),
         (["grpo", *HERE], "reward: expected at least one function"),
         (["grpo", *HERE, "--reward", "a:b", "--generations", "3"], "expected a multiple of generations=3"),
+        (["sft", *HERE, "--timeout-s", "0"], "timeout_s=0.0: expected more than 0"),
+        (["ppo", *HERE, "--processes", "2"], "ppo in 2 processes: expected one"),
         (["ppo", *HERE], "expected either reward or reward_model, found neither"),
         (["ppo", *HERE, "--reward", "a:b", "--reward-model", "c"], "found both"),
     ],
@@ -80,7 +98,8 @@ def test_options_go_before_a_file(tmp_path, monkeypatch):
     path = tmp_path / "config.yaml"
     path.write_text(saved.to_yaml())
     assert main(["sft", "--config", str(path), "--steps", "9", "--no-packing"]) == 0
-    assert parsed == [SFTConfig(model="a", data="b", steps=9, recipe="bf16", recipe_fields={"tf32": True})]
+    asked = {"steps": 9, "recipe": "bf16", "recipe_fields": {"tf32": True}}
+    assert parsed == [SFTConfig(model="a", data="b", processes=1, **asked)]
 
 
 def test_a_file_of_another_task_or_with_an_unknown_key_is_refused(tmp_path, capsys):
@@ -139,9 +158,30 @@ def test_a_recipe_from_a_file_is_spelled_out(tmp_path):
     assert SFTConfig(model="a", data="b", recipe="bf16").spelled_out().recipe == "bf16"
 
 
-def test_several_processes_are_refused_before_anything_is_read(monkeypatch, capsys) -> None:
-    from narrowgauge.cli.main import main
-
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ppo", *HERE, "--reward", "a:b"], "ppo in 2 processes: expected one"),
+        (["eval", "{empty}", "--data", "d.jsonl"], "expected at most 1 process, torchrun started 2"),
+    ],
+)
+def test_what_runs_in_one_process_is_refused_in_several(words, said, monkeypatch, capsys, tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["sft", "--model", "nowhere", "--data", "nowhere.jsonl"]) == 2
-    assert "without torchrun, or train on several by the trainers" in capsys.readouterr().err
+    assert main([word.replace("{empty}", str(tmp_path)) for word in words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_first_process_of_a_machine_tells_what_all_meet(monkeypatch, capsys) -> None:
+    for rank, local_rank, told in ((0, 0, True), (1, 1, False), (8, 0, True)):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 16)):
+            monkeypatch.setenv(name, str(value))
+        assert main(["sft", *HERE, "--steps", "-1"]) == 2
+        assert ("steps=-1" in capsys.readouterr().err) is told
+
+
+def test_groups_of_answers_may_span_processes() -> None:
+    config = GRPOConfig(model="m", data="d", reward=["a:b"], batch_size=2, generations=4, processes=2)
+    config.check()
+    with pytest.raises(ConfigError, match="batch_size=2 x accumulation=1: expected a multiple of generations=4"):
+        dataclasses.replace(config, processes=1).check()
