@@ -19,6 +19,7 @@ from narrowgauge.integrations.finetune_events import Started
 from narrowgauge.integrations.finetune_models import Loaded, Say, end_tokens, load
 from narrowgauge.integrations.finetune_run import LAST_WRITTEN, FinetuneRun
 from narrowgauge.integrations.finetune_watch import Watch
+from narrowgauge.integrations.ppo_journal import PPOJournal
 from narrowgauge.integrations.pretrained import save_pretrained
 from narrowgauge.integrations.rewards import check_rewards, checked
 from narrowgauge.layers.report import report
@@ -129,11 +130,14 @@ def run_ppo(run: PPORun, folder: FinetuneRun, watch: Watch) -> int:
             resumed_from=watch.resumed_from,
         )
     )
+    journal = None if watch.journal is None else PPOJournal(trainer, watch.journal, config.statistics_every)
     watch.start_clock()
     rate = run.rate()
     with watch.interruption:
         for statistics in run.steps():
             watch.stepped(trainer.steps, config.steps, _figures(statistics, rate))
+            if journal is not None:
+                journal.stepped(trainer.steps)
             rate = run.rate()
             is_last = trainer.steps == config.steps or watch.interruption.requested
             if is_last or (config.save_every and trainer.steps % config.save_every == 0):

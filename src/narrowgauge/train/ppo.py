@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 from narrowgauge.observe.ledger import Ledger, ledger
+from narrowgauge.observe.observation import Observation
 from narrowgauge.recipes import library
 from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train import frozen_models
@@ -96,6 +98,7 @@ class PPOTrainer:
         self.steps = 0
         self.kl_coefficient = config.kl_coefficient
         self.kl_floor = 0.0 if self.reference.matches else float("nan")  # measured in the first step
+        self.observations: tuple[Observation, ...] = ()  # look at the updates of the steps that are due
         self._order: list[int] = []  # prompts of `train` that are still to come in this pass
 
     def train(self, prompts: Sequence[Prompt], steps: int) -> Iterator[PPOStatistics]:
@@ -149,7 +152,11 @@ class PPOTrainer:
         experience = [experience_of(kept, rows, self.pad_id, self.device) for rows in groups]
         scorer.score(experience, tally, measures_floor=self.kl_floor != self.kl_floor)
         self._note_floor(tally)
-        with mode(self.policy.model, training=True), mode(self.value.model, training=True):
+        with ExitStack() as stack:
+            for trained in (self.policy, self.value):
+                stack.enter_context(mode(trained.model, training=True))
+            for observation in self.observations:
+                stack.enter_context(observation.step(self.steps + 1))
             for _ in range(self.config.epochs if experience else 0):
                 together = len(experience) if self.config.minibatch_size is None else self.config.minibatch_size // size
                 for numbers in minibatches(len(experience), together, self.generator):

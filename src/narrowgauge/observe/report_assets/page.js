@@ -19,7 +19,7 @@ function facts() {
       ["recipe", f.recipe || "–"], ["steps", integer(f.last_step) + (f.planned_steps && f.planned_steps !== f.last_step ? ` of ${integer(f.planned_steps)}` : "")],
       ["last loss", short(f.last_loss), "nats a token"], ["validation loss", short(f.validation_loss), f.best_validation_loss === null ? "" : `best ${short(f.best_validation_loss)}`],
       ["skipped", integer(f.skipped), "steps"], ["speed", f.tokens_per_s === null ? "–" : integer(f.tokens_per_s), "tokens/s, median"],
-      ["parameters", integer(f.parameters), held && f.parameters ? `${(held / f.parameters).toFixed(2)} bytes each` : ""],
+      ["parameters", integer(f.parameters), held && run.bytes.parameters ? `${(held / run.bytes.parameters).toFixed(2)} bytes each` : ""],
     ];
     host.append(el("div", { class: "run" }, el("h2", { class: "run-name" }, el("i", { class: `swatch c-${runColour(at)}`, "aria-hidden": "true" }), run.name,
       several() && at === state.data.reference ? el("span", { class: "chip", text: "reference" }) : null),
