@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import subprocess
@@ -20,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch  # noqa: E402
 
 from narrowgauge.cli.capabilities import cpu_name  # noqa: E402
+from narrowgauge.observe import strict_json  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(os.environ.get("NARROWGAUGE_RESULTS", ROOT / "benchmarks" / "results"))
@@ -64,7 +64,7 @@ def write_result(topic: str, result: Mapping[str, Any]) -> Path:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = RESULTS / f"{datetime.date.today().isoformat()}-{device}-{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**environment(), **result}, indent=1) + "\n")
+    path.write_text(strict_json.dumps({**environment(), **result}, indent=1) + "\n")
     return path
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.cli.figures import goal, is_met
+from narrowgauge.observe import strict_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,7 +29,7 @@ def newest_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     newest = {}
     for path in sorted(folder.glob("*.json")):
         _year, _month, _day, device_and_topic = path.stem.split("-", 3)
-        newest[device_and_topic] = json.loads(path.read_text(encoding="utf-8")) | {"path": path}
+        newest[device_and_topic] = strict_json.loads(path.read_text(encoding="utf-8")) | {"path": path}
     return newest
 
 

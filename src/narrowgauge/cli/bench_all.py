@@ -7,7 +7,6 @@ the scripts write them, and `logs/NAME.txt`. Started again with the same folder,
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ from narrowgauge.cli.bench_suite import Benchmark
 from narrowgauge.cli.console import json_text
 from narrowgauge.cli.figures import is_met
 from narrowgauge.errors import ConfigError
+from narrowgauge.observe import strict_json
 from narrowgauge.train.folder import write_file
 
 SCHEMA = 1
@@ -72,7 +72,7 @@ class Suite:
         state = self.output / STATE
         if state.exists():
             try:
-                found = json.loads(state.read_text(encoding="utf-8"))
+                found = strict_json.loads(state.read_text(encoding="utf-8"))
                 theirs = {key: found[key] for key in mine}
                 if not isinstance(found["runs"], list):
                     raise TypeError
@@ -134,7 +134,7 @@ class Suite:
         """Status and figures, by how the script ended and what it wrote."""
         found: dict[str, Any] = {"figures": {}, "bars": [], "results": []}
         for path in sorted(results.glob("*.json")):
-            written = json.loads(path.read_text(encoding="utf-8"))
+            written = strict_json.loads(path.read_text(encoding="utf-8"))
             found["figures"] |= written.get("figures", {})
             found["bars"] += written.get("bars", [])
             found["results"].append(str(path.relative_to(self.output)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -142,15 +143,15 @@ def _table(rows: list[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
 def _bars(bars: Mapping[str, Any]) -> Iterator[str]:
     """A bar for each contender; those that were stopped, and would be longer, are as long as the longest, and broken;
     those that are not here say why."""
-    values = [row["value"] for row in bars["rows"] if row.get("value") is not None and not row.get("at_least")]
+    values = [row["value"] for row in bars["rows"] if _is_length(row.get("value")) and not row.get("at_least")]
     most = max(values, default=1) or 1
     better = "less" if bars["lower_is_better"] else "more"
     yield f"<section><h3>{_text(bars['title'])}</h3>"
     yield f'<p class="soft">{_text(bars["unit"])}; {better} is better</p><div class="bars">'
     for row in bars["rows"]:
         yield f"<div>{_text(row['name'])}</div>"
-        if row.get("value") is None:
-            yield f'<div class="soft">{_text(row["absent"])}</div>'
+        if not _is_length(row.get("value")):
+            yield f'<div class="soft">{_text(row.get("absent") or _number(row.get("value")))}</div>'
             continue
         is_stopped = row.get("at_least")
         width = LONGEST if is_stopped else LONGEST * row["value"] / most
@@ -179,6 +180,10 @@ def _run(run: Run) -> Iterator[str]:
     if run.get("tail"):
         yield f"<pre>{_text(run['tail'])}</pre>"
     yield "</section>"
+
+
+def _is_length(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _number(value: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from narrowgauge.observe import strict_json
 
 
 def output() -> Console:
@@ -52,13 +53,13 @@ def _plain_table(
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON; NaN and infinity, which JSON lacks, as null."""
+    """Print `value` as JSON; NaN and infinity, which JSON lacks, as in `observe.strict_json`."""
     print(json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """`value` as JSON; NaN and infinity, which JSON lacks, as null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False)
+    """`value` as JSON; NaN and infinity, which JSON lacks, as in `observe.strict_json`."""
+    return strict_json.dumps(value, indent=2)
 
 
 def _cell(value: Any) -> str:
@@ -67,13 +68,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def is_met(figure: Mapping[str, Any]) -> bool:
-    """True where what was measured lies inside its goals; NaN, which is null in strict JSON, never does."""
+    """True where what was measured lies inside its goals; NaN never does, nor null, as older files have it."""
     least, most, measured = figure.get("at_least", -math.inf), figure.get("at_most", math.inf), figure["measured"]
     return measured is not None and least <= measured <= most
 

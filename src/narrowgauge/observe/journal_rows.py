@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from narrowgauge.errors import CheckpointError
+from narrowgauge.observe import strict_json
 
 Row = dict[str, Any]
 FILE_NAME = "journal.jsonl"
@@ -17,8 +18,6 @@ SCHEMA = 2  # what this version writes; a header without one is schema 1's
 MOST_STEPS = 1 << 32
 _BUFFER = 1 << 20  # bytes read at once
 LONGEST_LINE = 1 << 28  # bytes; a row of 10,000 layers has a few megabytes, and what is longer is no row
-# JSON has no such numbers; Python's bare NaN would be refused by other readers
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NON_FINITE_ENDS = (b'NaN"', b'Infinity"')
 # of values in a dict as `encode` writes them, which Python's json takes bare; an escaped quote makes another text
 _BARE = ((b': "NaN"', b": NaN"), (b': "Infinity"', b": Infinity"), (b': "-Infinity"', b": -Infinity"))
@@ -37,7 +36,7 @@ class Line:
 
 def encode(row: Row) -> bytes:
     """The line of `row`, with its end."""
-    return json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+    return strict_json.dumps(row, separators=(", ", ": ")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Row:
@@ -53,7 +52,9 @@ def decode(line: bytes) -> Row:
     step = row.get("step")
     if row["kind"] != "header" and not (type(step) is int and 0 <= step < MOST_STEPS):
         raise ValueError("no step")
-    return _decode(row) if any(word in line for word in _NON_FINITE_ENDS) else row  # to look at all takes longer
+    return (
+        strict_json.restored(row) if any(word in line for word in _NON_FINITE_ENDS) else row
+    )  # to look at all takes longer
 
 
 def number(value: Any) -> float:
@@ -162,23 +163,3 @@ def _skip_line(file: IO[bytes]) -> int:
         if data.endswith(b"\n"):
             break
     return skipped
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return value

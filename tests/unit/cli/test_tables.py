@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from narrowgauge.cli.capabilities import status_of
 from narrowgauge.cli.console import print_json, print_table
 from narrowgauge.cli.main import main
 from narrowgauge.numerics.formats import E4M3FN, E5M2, FP16, FP32, TF32
+from narrowgauge.observe import strict_json
 from narrowgauge.ops import backends
 from narrowgauge.ops.cuda.routes import Machine
 from narrowgauge.recipes.library import recipe_names
@@ -126,6 +129,24 @@ def test_a_table_in_a_pipe_is_not_cut_and_has_no_trailing_blanks(capsys):
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_json_has_null_where_a_number_is_not_finite(capsys):
-    print_json({"loss": math.nan, "more": [math.inf, 1.5, {"x": -math.inf}]})
-    assert json.loads(capsys.readouterr().out) == {"loss": None, "more": [None, 1.5, {"x": None}]}
+def test_json_has_a_text_where_a_number_is_not_finite(capsys):
+    value = {"loss": math.nan, "more": [math.inf, 1.5, {"x": -math.inf}], 7: "Infinite"}
+    print_json(value)
+    shown = capsys.readouterr().out
+    found = json.loads(shown, parse_constant=pytest.fail)
+    assert found == {"loss": "NaN", "more": ["Infinity", 1.5, {"x": "-Infinity"}], "7": "Infinite"}
+    back = strict_json.loads(shown)
+    assert math.isnan(back["loss"]) and back["more"] == value["more"]
+
+
+def test_result_files_are_strict_and_a_figure_that_is_no_number_has_missed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    common, tables = importlib.import_module("common"), importlib.import_module("tables")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    gone = {"gap": {"measured": math.inf, "at_most": 1.0}, "speed": {"measured": math.nan, "at_least": 1.0}}
+    path = common.write_result("guard", {"figures": gone})
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+    (found,) = tables.newest_results(tmp_path).values()
+    assert found["figures"]["gap"]["measured"] == math.inf and math.isnan(found["figures"]["speed"]["measured"])
+    assert not any(map(tables.is_met, found["figures"].values()))
+    assert "gap: inf, goal <= 1" in tables.summary({"cpu-guard": found | {"command": "python benchmarks/guard.py"}})
