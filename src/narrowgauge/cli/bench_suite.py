@@ -75,8 +75,14 @@ SUITE = (
     ),
     Benchmark("plan", "plan", "predictions of memory, against runs", quick=("--shapes", "tiny")),
     Benchmark("rlhf_memory", "rlhf_memory", "bytes of RLHF's four models", quick=("--shape", "tiny")),
-    Benchmark("observation", "observation", "what observing a run costs, and that it changes no bit", quick=None),
-    Benchmark("report", "report", "opening the report of a long run", quick=None),
+    Benchmark(
+        "observation", "observation", "what observing a run costs, and that it changes no bit",
+        quick=("--rounds", "1", "--steps", "2", "--recipes", "narrow8"),
+    ),
+    Benchmark(
+        "report", "report", "opening the report of a long run",
+        quick=("--steps", "500", "--layers", "20", "--every", "50", "--repeats", "1"),
+    ),
     Benchmark("guard", "guard", "injected faults, with the guard and without", quick=None, limit_s=3 * HOUR),
     Benchmark(
         "tune", "tune", "chosen precision, against the hand rule", quick=("--small", "--seeds", "1"), limit_s=3 * HOUR
