@@ -67,3 +67,30 @@ def test_looking_changes_no_byte_and_float32_is_not_looked_at() -> None:
     assert all(map(torch.equal, expected, found))
     assert watch.tallies["collective"].read().sums["values"] == count == 1200
     assert not wire_watch.looks()
+
+
+def test_several_look_at_once_each_from_its_own_beginning() -> None:
+    first, second = torch.randn(1, 64), torch.randn(1, 128)
+    with wire_watch.watching(has_bins=True) as outer:
+        wire_watch.sends("a")
+        codec.encode(first, MX)
+        with wire_watch.watching() as inner:
+            wire_watch.sends("b")
+            codec.encode(second, MX)
+        codec.encode(first, MX)
+        assert wire_watch.looks()
+    found = {name: tally.read() for name, tally in outer.tallies.items()}
+    assert {name: each.sums["values"] for name, each in found.items()} == {"a": 64, "b": 128 + 64}
+    assert sum(found["b"].bins or []) == 192
+    (seen,) = (tally.read() for tally in inner.tallies.values())
+    assert seen.sums["values"] == 128 and seen.bins is None and list(inner.tallies) == ["b"]
+    assert not wire_watch.looks()
+
+
+def test_the_largest_scale_is_of_blocks_that_are_finite() -> None:
+    values = torch.ones(1, 96)
+    values[0, 40], values[0, 70] = torch.nan, 448.0 * 4
+    with wire_watch.watching() as watch:
+        codec.encode(values, MX)
+    found = watch.tallies["collective"].read().measures()
+    assert found["scale"] == 4.0 and "sqnr_db" not in found

@@ -8,13 +8,14 @@ import socket
 import pytest
 import yaml
 
-from narrowgauge.cli.bug_report import worst
+from narrowgauge.cli.bug_report import _leaves, _unless_ok, worst
 from narrowgauge.cli.main import main
 from narrowgauge.cli.privacy import Scrubber
 from narrowgauge.integrations.finetune_config import SFTConfig
 from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.recipes.library import recipe
 from narrowgauge.recipes.serialize import to_dict
+from narrowgauge.recipes.spec import Recipe
 from narrowgauge.train.config import TrainConfig
 
 USER, HOST = "gwendolyn", "pegasus-7.lab.example.org"
@@ -34,6 +35,7 @@ def secretive(monkeypatch, tmp_path):
     monkeypatch.setenv("API_KEY", "sk-live-hunter2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f2e3d4c")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(socket, "gethostname", lambda: HOST)
     return tmp_path / f"{USER}-runs"
 
@@ -93,6 +95,7 @@ def test_what_helps_is_in_a_report(run, capsys):
     assert main(["doctor", "--bug-report", "--run", str(run), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["machine"]["OMP_NUM_THREADS"] == "7"
+    assert report["machine"]["OMP_WAIT_POLICY"] == "PASSIVE"
     assert report["machine"]["CUDA_VISIBLE_DEVICES"] == "set"
     assert report["packages"]["torch"].startswith("2.")
     config, journal = report["run"]["config"], report["run"]["journal"]
@@ -103,6 +106,8 @@ def test_what_helps_is_in_a_report(run, capsys):
     assert [row["step"] for row in journal["step"]] == list(range(6, 16))
     assert journal["step"][-1]["loss"] == 4.0
     assert "input E4M3FN, scale current, float32, per tensor" in journal["recipe"]
+    usual = {" ".join(line.split()) for line in str(Recipe()).splitlines()}
+    assert not usual & set(journal["recipe"])  # what is as in every recipe helps nobody
     assert journal["environment"]["cpu"] == "AMD EPYC 7B13"
     assert journal["layers"] == {"converted": 1, "kept: matches <text> of exclude": 1}
     assert journal["worst"]["input flushed"] == "0.25 in blocks.0.mlp.down"
@@ -176,8 +181,58 @@ def test_the_worst_is_the_largest_share_and_the_smallest_ratio():
         "layers": {
             "a": {"input": {"saturated": 0.1, "sqnr_db": 30.0}, "grad": {"zero": 0.5}},
             "b": {"input": {"saturated": 0.3, "sqnr_db": 20.0}, "grad": {"zero": float("nan")}},
+            "c": {"param": {"lost": float("nan")}},
+            "d": {"param": {"lost": 0.25}},
         },
     }
     assert worst(row) == {
         "step": 9, "input saturated": "0.3 in b", "input sqnr_db": "20 in b", "grad zero": "0.5 in a",
+        "param lost": "0.25 in d",
     }  # fmt: skip
+
+
+@pytest.fixture
+def ann(monkeypatch, tmp_path):
+    """A user of three letters, at a host whose first name tells it, in a folder that does."""
+    for name in ("USER", "LOGNAME", "USERNAME", "COMPUTERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOGNAME", "ann")
+    monkeypatch.setenv("HOSTNAME", "hippogriff")
+    monkeypatch.setenv("HOME", "/home/root")
+    monkeypatch.setattr(socket, "gethostname", lambda: "pegasus.lab")
+    (tmp_path / "hedgehog").mkdir()
+    monkeypatch.chdir(tmp_path / "hedgehog")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("version 3 by ann, ANN and Ann", "version 3 by …, … and …"),
+        ("annotated, Joann", "annotated, Joann"),  # three letters are in many words
+        ("pegasus, PEGASUS-2 and xpegasusx", "…, …-2 and x…x"),
+        ("hippogriff and hedgehog", "… and …"),
+        ("root in the home of a user on localhost", "root in the home of a user on localhost"),  # finds nobody
+        ("at fe80::1c2d:3e4f or 00:1b:44:11:3a:b7", "at <address> or <address>"),
+    ],
+)
+def test_what_is_left_of_a_fact(ann, text, expected):
+    assert Scrubber().fact(text) == expected
+
+
+def test_texts_of_rows_are_scrubbed_keys_and_lists_among_them(ann):
+    found = Scrubber({"blocks.zebra"}).values({"ann": [1, "at ann's", {"step": ("herons", 2.5)}], "zebra": None})
+    assert found == {"…": [1, "at …'s", {"step": ["…", 2.5]}], "zebra": None}  # a part of a name that may stay
+
+
+def test_lists_and_free_mappings_of_a_configuration_are_counted():
+    values = {
+        "a": {"lr": 0.5, "paths": ["/srv/zebra", "x"], "empty": ()},
+        "recipe_fields": {"zebra": {"b": 1}},
+        "c": None,
+    }
+    assert dict(_leaves(values)) == {"a.lr": 0.5, "a.paths": 2, "a.empty": 0, "recipe_fields": 1, "c": None}
+
+
+def test_of_a_package_is_said_what_its_version_does_not() -> None:
+    said = [_unless_ok(status) for status in ("ok", "not installed", "too old: 2.11 or newer is needed")]
+    assert said == ["", "", "(too old: 2.11 or newer is needed)"]

@@ -11,7 +11,7 @@ import pytest
 from narrowgauge.numerics import formats
 from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_attention import attention, checked
-from narrowgauge.observe.report_rules import Finding
+from narrowgauge.observe.report_rules import UNKNOWN_SQNR_DB, Finding
 from narrowgauge.observe.report_run import RunReader
 from narrowgauge.observe.report_words import best_sqnr_db, expected_sqnr_db
 from synthetic_run import write_run
@@ -531,3 +531,35 @@ def test_samples_at_uneven_distances_have_a_mean_distance(tmp_path):
     change = lambda step, row: {} if row["kind"] == "precision" and step == 20 else row  # noqa: E731
     run = RunReader(write_run(tmp_path / "run", steps=40, change=change))
     assert ", in 3 steps, one in every 15.0 on average: " in checked(run)[0]
+
+
+@pytest.mark.parametrize(("apart", "severity"), [(16, "serious"), (20, "look")])
+def test_skips_apart_are_serious_where_they_are_more_than_a_twentieth(tmp_path, apart, severity):
+    change = lambda step, row: row | {"skipped": step % apart == 0} if row["kind"] == "step" else row  # noqa: E731
+    (found,) = found_in(tmp_path / "run", change=change)  # 12 or 10 of 200, one at a time, without a loss scale
+    assert (found.severity, found.step) == (severity, apart)
+
+
+def test_trouble_that_comes_again_is_told_from_its_first_sample(tmp_path):
+    def change(step, row):
+        if row["kind"] == "precision" and (50 <= step <= 100 or step >= 150):
+            row["layers"]["blocks.0.mlp.up"]["input"].update(saturated=0.5 if step >= 180 else 0.002, sqnr_db=20.0)
+        return row
+
+    (found,) = [each for each in found_in(tmp_path / "run", change=change) if each.rule == "saturation"]
+    assert (found.severity, found.step) == ("serious", 50)
+    assert found.text.endswith(
+        "worst at step 180; first at step 50, in 12 of 20 sampled steps, and again since step 150 up to the last "
+        "sample."
+    )
+
+
+@pytest.mark.parametrize(("since", "until"), [(200, 200), (50, 190)], ids=["once", "no more"])
+def test_gradients_that_are_zero_once_or_no_more_are_not_dead(tmp_path, since, until):
+    assert found_in(tmp_path / "run", change=cell("blocks.0.mlp.up", "grad", zero=1.0, since=since, until=until)) == []
+
+
+@pytest.mark.parametrize(("below", "severity"), [(9.9, None), (10.0, "look"), (19.9, "look"), (20.0, "serious")])
+def test_integers_are_judged_against_one_ratio(tmp_path, below, severity):
+    change = cell("blocks.0.mlp.up", "exp_avg", sqnr_db=UNKNOWN_SQNR_DB - below)
+    assert [each.severity for each in found_in(tmp_path / "run", change=change)] == ([severity] if severity else [])

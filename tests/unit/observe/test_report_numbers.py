@@ -25,7 +25,7 @@ BYTES = {"step": 1, "parameters": 10**6, "activation": 7 * 10**6, "wire": 50,
 def run(tmp_path) -> RunReader:
     """Six steps, three evaluations, two samples, one of them with a histogram."""
     head = header([]) | {
-        "formats": {"up": {"input": NARROW, "exp_avg_sq": HALF}, "down": {"input": NARROW}},
+        "formats": {"up": {"input": NARROW, "exp_avg_sq": HALF}, "down": {"input": NARROW, "grad": HALF}},
         "conversion": [
             {"name": "up", "status": "converted", "reason": "E4M3FN", "backend": "emulated",
              "casts": {"input": "E4M3FN"}},
@@ -41,7 +41,7 @@ def run(tmp_path) -> RunReader:
     for step, loss in ((2, 4.5), (4, 3.25), (6, 3.75)):
         rows.append({"kind": "evaluation", "step": step, "loss": loss, "perplexity": math.exp(loss)})
     layers = {
-        "down": {"input": {"amax": 2.0, "scale": 0.25, "sqnr_db": 30.0}},
+        "down": {"grad": {"amax": 16.0}, "input": {"amax": 2.0, "scale": 0.25, "sqnr_db": 30.0}},
         "up": {"exp_avg_sq": {"amax": 8.0, "scale": 0.5}, "input": {"amax": 4.0, "scale": 0.125, "sqnr_db": 20.0}},
     }
     rows += [{"kind": "precision", "step": step, "layers": layers} for step in (2, 4)]
@@ -77,19 +77,16 @@ def test_facts_are_the_last_the_best_and_the_median(run):
 
 def test_cells_have_their_own_format_and_series(run):
     precision = report_data([run])["runs"][0]["precision"]
-    assert (precision["layers"], precision["roles"]) == (["down", "up"], ["input", "exp_avg_sq"])
-    assert precision["cells"] == [[0, 0], [1, 0], [1, 1]]
+    assert (precision["layers"], precision["roles"]) == (["down", "up"], ["input", "grad", "exp_avg_sq"])
+    assert precision["cells"] == [[0, 0], [0, 1], [1, 0], [1, 2]]
     specs = [precision["specs"][number] for number in precision["spec_of"]]
-    assert [(spec["format"], spec["max"]) for spec in specs] == [
-        ("E4M3FN", 448.0),
-        ("E4M3FN", 448.0),
-        ("FP16", 65504.0),
-    ]
+    assert [(spec["format"], spec["max"]) for spec in specs] == [("E4M3FN", 448.0), ("FP16", 65504.0)] * 2
     assert len(precision["specs"]) == 2 and precision["samples"] == 2
-    for measure, expected in (("amax", [2, 4, 8]), ("scale", [0.25, 0.125, 0.5]), ("sqnr_db", [30, 20])):
+    expected = {"amax": {0: 2, 1: 16, 2: 4, 3: 8}, "scale": {0: 0.25, 2: 0.125, 3: 0.5}, "sqnr_db": {0: 30, 2: 20}}
+    for measure, of in expected.items():
         assert precision["measures"][measure]["log"] == (measure != "sqnr_db")
         found = decoded(precision["measures"][measure])
-        assert [found[at][:, 0].tolist() for at in sorted(found)] == [[value] * 2 for value in expected]
+        assert {at: values[:, 0].tolist() for at, values in found.items()} == {at: [v] * 2 for at, v in of.items()}
 
 
 def test_histograms_are_shares_of_all_values_by_layer(run):
