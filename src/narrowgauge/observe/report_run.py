@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from narrowgauge.numerics import formats
 from narrowgauge.observe.journal import Journal
 from narrowgauge.observe.journal_rows import Line, Row, Text, number, start_of, texts
 from narrowgauge.observe.loss_band import RobustBand
@@ -115,6 +116,8 @@ class RunReader:
 
     def format_of(self, cell: Cell) -> Row:
         """Of the header's formats: format, granularity, scale, max, min; empty where it is not known."""
+        if cell.role == "collective":
+            return _sent_as(_mapping(self.header.get("recipe")), cell.layer)
         return _mapping(_mapping(_mapping(self.header.get("formats")).get(cell.layer)).get(cell.role))
 
     def _clear(self) -> None:
@@ -180,6 +183,18 @@ class RunReader:
             found[2] += 1
         if isinstance(row.get("statistics"), dict) and self.header.get("schema", 1) == 1:
             self.precision.add(row["step"], {ALL_LAYERS: row["statistics"]})
+
+
+def _sent_as(recipe: Row, layer: str) -> Row:
+    """As a header's formats have it, what a recipe sends under `layer`: a communication role, or a parameter's name."""
+    roles = (layer,) if layer.endswith("_comm") else ("grad_comm", "param_comm")
+    specs = [_mapping(recipe.get(role)) for role in roles]
+    name = specs[0].get("format")
+    found = getattr(formats, name, None) if isinstance(name, str) else None
+    if any(spec != specs[0] for spec in specs) or not isinstance(found, formats.Format):
+        return {}
+    words = {key: str(specs[0].get(key)) for key in ("granularity", "scale")}
+    return {"format": name, **words, "max": found.max, "min": found.smallest_subnormal}
 
 
 def _tail(path: Path, end: int) -> bytes:

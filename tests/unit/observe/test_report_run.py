@@ -129,6 +129,20 @@ def test_a_histogram_cut_off_is_told_whether_it_would_be_kept_or_not(tmp_path):
     assert run.damaged == 3 and run.histograms.rows == len(places) - 3
 
 
+def test_what_is_sent_has_the_format_of_the_recipes_communication(tmp_path):
+    spec = {"format": "E4M3FN", "granularity": "1x128", "scale": "E8M0_UP"}
+    recipe = {"name": "mine", "grad_comm": spec, "param_comm": spec, "activation_comm": spec | {"format": "BF16"}}
+    run = RunReader(write_run(tmp_path / "one", recipe=recipe))
+    assert run.format_of(Cell("up", "collective")) == spec | {"max": 448.0, "min": 2.0**-9}
+    assert run.format_of(Cell("activation_comm", "collective"))["format"] == "BF16"
+    assert run.format_of(Cell("pipeline_comm", "collective")) == {}
+    recipe["param_comm"] = spec | {"format": "E5M2"}  # which of both a parameter's name stands for is not known
+    run = RunReader(write_run(tmp_path / "two", recipe=recipe))
+    assert run.format_of(Cell("up", "collective")) == {}
+    assert run.format_of(Cell("param_comm", "collective"))["max"] == 57344.0
+    assert RunReader(write_run(tmp_path / "old", recipe="narrow8")).format_of(Cell("up", "collective")) == {}
+
+
 def test_integers_beyond_every_type_and_headers_of_another_shape_are_no_traceback(tmp_path):
     folder = write_run(tmp_path / "huge", steps=10, every=5)
     huge, layers = 10**400, {"blocks.0.mlp.up": {"input": {"amax": 10**400, "scale": 1e300}}}
