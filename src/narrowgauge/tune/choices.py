@@ -9,6 +9,7 @@ from torch import nn
 
 from narrowgauge.errors import ConfigError, RecipeError
 from narrowgauge.layers.recipe_layer import RecipeLayer
+from narrowgauge.numerics.formats import FP32
 from narrowgauge.observe.plan_state import layers_of
 from narrowgauge.recipes import library
 from narrowgauge.recipes.files import is_file_name
@@ -17,7 +18,7 @@ from narrowgauge.recipes.select import Candidate, select
 from narrowgauge.recipes.spec import GEMMS, OPERANDS, Recipe
 
 DEFAULT_CHOICES = ("fp8_current", "mxfp8", "nvfp4")
-WIDE_BITS = 16
+WIDE_BITS, FLOAT_BITS = 16, 32
 Assignment = Mapping[str, str]  # {layer: the name of its choice}
 
 
@@ -34,17 +35,18 @@ class Choice:
     is_wide: bool = False
 
     def bits(self, gemm: str) -> int:
-        """Of the wider operand of a product: what decides a tensor core's rate."""
+        """Of the wider operand of a product: what decides a tensor core's rate; float32 counts as TF32, 32 bits."""
+        compute = FLOAT_BITS if self.recipe.compute is FP32 else WIDE_BITS
         specs = [self.recipe.operand(gemm, role) for role in OPERANDS[gemm]]
-        return max(WIDE_BITS if spec is None else min(spec.format.bits, WIDE_BITS) for spec in specs)
+        return max(compute if spec is None else min(spec.format.bits, compute) for spec in specs)
 
     @property
     def relative_time(self) -> float:
         """Of the three products, of the same shapes, as a share of those in 16 bits, at tensor cores' peak rates.
 
-        FP8 and FP6 run at twice the rate of 16 bits, FP4 at four times (NVIDIA Blackwell, dense).
+        FP8 and FP6 run at twice the rate of 16 bits, FP4 at four times, TF32 at half (NVIDIA Blackwell, dense).
         """
-        shares = {4: 0.25, 6: 0.5, 8: 0.5}
+        shares = {4: 0.25, 6: 0.5, 8: 0.5, FLOAT_BITS: 2.0}
         return sum(shares.get(self.bits(gemm), 1.0) for gemm in GEMMS) / len(GEMMS)
 
 

@@ -20,7 +20,7 @@ from narrowgauge.recipes.spec import STATE_ROLES, Recipe
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.trained import Trained
 from narrowgauge.tune import program
-from narrowgauge.tune.choices import Assignment, Choice, choices_of, ends, recipe_of, tunable, wide
+from narrowgauge.tune.choices import Assignment, Choice, choices_of, ends, put, recipe_of, tunable, wide
 from narrowgauge.tune.estimate import Estimates
 from narrowgauge.tune.measure import Batch, Costs, Measured, costs_of, measure, slope_of
 from narrowgauge.tune.options import HAND_RULES, OnProgress, Options, Progress, ignore
@@ -135,7 +135,9 @@ class _Work:
         narrowest = min((c for c in self.choices.values() if not c.is_wide), key=lambda c: c.relative_time)
         layers = tunable(model, narrowest)
         plain = Recipe()
-        prepare(model, None, wide(self.base).replace(**{role: getattr(plain, role) for role in STATE_ROLES}))
+        # by a narrow choice, so that all of these layers are ours: float32 leaves layers as torch has them
+        prepare(model, None, narrowest.recipe.replace(**{role: getattr(plain, role) for role in STATE_ROLES}))
+        put(model, dict.fromkeys(layers, next(iter(self.choices))), self.choices)
         model.train()
         self._batches(self.options.probe_batch_size, self.options.batches)  # too little text is found at once
         (whole,) = self._batches(self.config.batch_size, 1)

@@ -72,6 +72,12 @@ def test_a_product_is_as_slow_as_its_wider_operand() -> None:
     assert mine.relative_time == pytest.approx((1 + 1 + 0.5) / 3)
 
 
+def test_float32_takes_twice_the_time_of_16_bits() -> None:
+    for name in ("fp32", "tf32"):
+        found = choices_of(ng.recipe(name).resolve("cpu"), ("fp8_current", "fp8_rowwise_gw_hp", "nvfp4"))
+        assert [each.relative_time for each in found] == [2.0, 0.5, pytest.approx((0.5 + 0.5 + 2) / 3), 0.25]
+
+
 def test_what_is_stored_and_sent_stays_the_base_recipes() -> None:
     base = recipe("narrow8").resolve("cpu")
     found = recipe_of(base, {"blocks.0.mlp.down": "nvfp4"}, {c.name: c for c in choices_of(base, NAMES)}, "mine")

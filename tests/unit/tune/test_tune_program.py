@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,10 @@ def test_no_choice_beats_a_point_of_the_front_in_loss_and_bytes(seed: int) -> No
             for loss, size, _ in possible
         )
     assert [p.bytes for p in points] == sorted(p.bytes for p in points)
+    assert all(later.loss < earlier.loss for earlier, later in itertools.pairwise(points))
+    times = front(problem, Budget(), "time")
+    assert [p.time for p in times] == sorted(p.time for p in times)
+    assert all(later.loss < earlier.loss for earlier, later in itertools.pairwise(times))
     assert points[0].bytes == min(size for _, size, _ in possible) and points[-1].loss == 0
 
 
@@ -134,6 +139,7 @@ def test_the_nearest_that_is_named_can_be_met(size: float) -> None:
         solve(problem, Budget(bytes=size / 2))
     told = str(caught.value).split("the nearest is ")[1].split(":")[0]
     assert solve(problem, Budget(bytes=float(told))).chosen == (1,)
+    assert told == {0.1 + 0.2: "0.3", 12.0: "12", 4037.644: "4037.65", 1 / 3: "0.333334"}.get(size, told)
     assert float(told) <= size * (1 + 1e-5) and len(told.replace(".", "").split("e")[0].lstrip("0")) <= 6
 
 
@@ -171,6 +177,21 @@ def test_any_instance_is_solved_as_by_looking_at_every_choice(block: int) -> Non
                 with pytest.raises(ConfigError):
                     ask(problem, budget)
     assert 0 < sum(is_solved) < 25
+
+
+def test_a_budget_is_kept_to_a_millionth() -> None:
+    problem = Problem([[0.0, 1.0, 9.0]] * 2, [[60, 50, 10]] * 2, [[1.0, 0.5, 0.4]] * 2)
+    assert solve(problem, Budget(bytes=100)).bytes == 100
+    assert solve(problem, Budget(bytes=100 * (1 - 1e-5))).bytes == 70
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_smallest_losses_are_told_apart(seed: int) -> None:
+    problem = random_problem(seed, layers=5, choices=3)
+    small = replace(problem, loss=[[value * 2.0**-40 for value in row] for row in problem.loss])
+    for share in (0.3, 0.5, 0.7):
+        budget = Budget(bytes=share * point(problem, [0] * 5).bytes + (1 - share) * point(problem, [2] * 5).bytes)
+        assert solve(small, budget).loss == solve(problem, budget).loss * 2.0**-40
 
 
 def test_numbers_of_any_size_are_solved() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge.data.loader import BatchStream
 from narrowgauge.data.prepare import prepare_data
 from narrowgauge.errors import CheckpointError, ConfigError, DataError
 from narrowgauge.recipes.files import read_recipe, recipe_text
@@ -20,7 +21,7 @@ from narrowgauge.tune.options import Options, Progress
 from narrowgauge.tune.picture import kinds_and_depths, picture
 from narrowgauge.tune.result import HAND, TUNED, Tuned
 from narrowgauge.tune.tuner import Start, tune
-from narrowgauge.tune.verify import short_run
+from narrowgauge.tune.verify import model_with, short_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = Options(choices=("fp8_current", "nvfp4"), batches=2, probe_batch_size=1, steps=2)
@@ -181,6 +182,21 @@ def test_a_short_run_that_goes_on_is_expected_to_lose_of_its_own_gain(make_confi
     found = tune(config, quick(steps=4), start=start)
     assert found.worth == pytest.approx(read - gone_on) and 0 < found.worth < 5.0 == found.slope
     assert tune(make_config(), QUICK).worth == pytest.approx(tune(make_config(), QUICK).slope)
+
+
+def test_float32_has_layers_to_tune_too(make_config: MakeConfig) -> None:
+    config = make_config(recipe="fp32")
+    dataset = prepare_data(config.data.build(), config.cache_dir)
+    plain = config.build_recipe().resolve("cpu")
+    _, weights = short_run(dataclasses.replace(config, steps=4), dataset, plain)
+    found = tune(config, quick(steps=0, time_share=0.2), start=Start(weights, 1.0))
+    assert found.wide == "fp32" and found.tuned.time_share <= 0.2 < found.contenders["all fp32"].time_share == 1
+    assert found.contenders["all nvfp4"].time_share == 0.125
+    model = model_with(config, dataset, weights)
+    length = model.config.context
+    stream = BatchStream(dataset.train, 1, length, config.seed + 7919)
+    losses = [float(model(*stream.next())[1].detach()) for _ in range(2)]
+    assert found.measured.losses == losses  # ours, all wide, are bitwise torch's
 
 
 def test_each_seed_gives_every_contender_a_run(make_config: MakeConfig) -> None:
