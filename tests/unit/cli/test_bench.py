@@ -251,3 +251,35 @@ def test_a_stopped_script_takes_its_children_with_it(tmp_path):
     with (tmp_path / "log").open("wb") as log:
         assert run_limited([sys.executable, "-c", program], tmp_path, dict(os.environ), log, 1.0) is None
     assert not _commands_with("sleep 613")
+
+
+WRITES_TWO = """
+import json, os, pathlib
+folder = pathlib.Path(os.environ["NARROWGAUGE_RESULTS"])
+for name in "ab":
+    figures = {name: {"measured": 0.5, "at_most": 1.0}}
+    bars = [{"title": name, "unit": "ms", "lower_is_better": True, "rows": []}]
+    (folder / f"{name}.json").write_text(json.dumps({"figures": figures, "bars": bars}))
+"""
+
+
+def test_all_results_of_a_script_are_taken_and_those_of_an_earlier_try_are_not(checkout, tmp_path):
+    benchmark = checkout("two")
+    (checkout.folder / "benchmarks" / "two.py").write_text(WRITES_TWO)
+    (tmp_path / "out" / "results" / "two").mkdir(parents=True)
+    (tmp_path / "out" / "results" / "two" / "stale.json").write_text(
+        '{"figures": {"old": {"measured": 9, "at_most": 1}}}'
+    )
+    (run,) = suite(checkout, tmp_path / "out").run([benchmark])["runs"]
+    assert run["status"] == "met" and set(run["figures"]) == {"a", "b"}
+    assert [bars["title"] for bars in run["bars"]] == ["a", "b"]
+    assert run["results"] == ["results/two/a.json", "results/two/b.json"]
+
+
+def test_the_end_of_the_log_says_why_and_one_limit_is_for_all(checkout, tmp_path):
+    long, slow = checkout("long"), checkout("slow", seconds=60, limit_s=100)
+    (checkout.folder / "benchmarks" / "long.py").write_text("for n in range(40): print(n)\nraise SystemExit(3)")
+    (first,) = suite(checkout, tmp_path / "long").run([long])["runs"]
+    (second,) = suite(checkout, tmp_path / "slow", limit_s=1.5).run([slow])["runs"]
+    assert (first["status"], first["tail"].split()) == ("failed", [str(n) for n in range(10, 40)])
+    assert (second["status"], second["why"]) == ("timed out", "it was stopped after 1.5 s") and second["seconds"] < 20

@@ -13,7 +13,7 @@ from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_attention import attention, checked
 from narrowgauge.observe.report_rules import UNKNOWN_SQNR_DB, Finding
 from narrowgauge.observe.report_run import RunReader
-from narrowgauge.observe.report_words import best_sqnr_db, expected_sqnr_db
+from narrowgauge.observe.report_words import amount, best_sqnr_db, expected_sqnr_db
 from synthetic_run import write_run
 
 CALM_ON_CPU = ("conversion",)  # emulation is noted
@@ -563,3 +563,25 @@ def test_gradients_that_are_zero_once_or_no_more_are_not_dead(tmp_path, since, u
 def test_integers_are_judged_against_one_ratio(tmp_path, below, severity):
     change = cell("blocks.0.mlp.up", "exp_avg", sqnr_db=UNKNOWN_SQNR_DB - below)
     assert [each.severity for each in found_in(tmp_path / "run", change=change)] == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "said"),
+    [
+        ("flushed", 0.00451, "0.45 %"), ("lost", 0.0951, "9.5 %"), ("saturated", 0.634, "63 %"), ("zero", 0.1, "10 %"),
+        ("sqnr_db", 12.345, "12.3 dB"), ("sqnr_db", math.inf, "exact"), ("sqnr_db", math.nan, "not finite"),
+        ("amax", 1234.5, "1.23e+03"), ("scale", 0.001953125, "0.00195"), ("amax", math.inf, "infinite"),
+    ],
+)  # fmt: skip
+def test_values_in_words(measure, value, said):
+    assert amount(measure, value) == said
+
+
+def test_a_single_sample_is_no_upper_bound_and_a_gradient_of_an_output_is_kept_wide_by_its_layer(tmp_path):
+    change = cell("blocks.0.mlp.up", "grad_output", flushed=0.25, sqnr_db=12.0, since=100, until=100)
+    (found,) = [each for each in found_in(tmp_path / "run", change=change) if each.rule == "flushed"]
+    assert found.text.startswith(
+        "25 % of its values that are not zero became zero in the cast (E5M2, per tensor), worst"
+    )
+    assert "first at step 100, in 1 of 20 sampled steps, not since step 100." in found.text
+    assert '`recipe.for_layers("blocks.0.mlp.up", "bf16")`' in found.remedy and "E5M2" not in found.remedy
