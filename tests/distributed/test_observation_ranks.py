@@ -41,6 +41,10 @@ def test_sampled_steps_of_several_ranks_change_nothing_and_are_written_once(layo
     assert not found[0].of_kind("precision")
     rows = found[1].of_kind("precision")
     assert [row["step"] for row in rows] == [2, 4] and len(found[1].of_kind("histograms")) == 1
+    if layout == "data":  # the values of both replicas are counted, as in all shares
+        (counted,) = found[1].of_kind("histograms")
+        grads = [roles["grad"] for roles in counted["layers"].values() if "grad" in roles]
+        assert sum(sum(each["counts"]) + each["zeros"] for each in grads) == 2 * found[1].header["parameters"]
     layers = rows[-1]["layers"]
     cast = [name for name, roles in layers.items() if {"input", "weight", "grad_output", "grad"} <= roles.keys()]
     assert len(cast) >= 4 and all("exp_avg_sq" in layers[name] for name in cast)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from narrowgauge.observe.journal_rows import encode
 from narrowgauge.observe.report_data import report_data
 from narrowgauge.observe.report_page import page as html_of
 from narrowgauge.observe.report_run import RunReader
-from synthetic_run import write_run
+from synthetic_run import ROLES, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 IS_REQUIRED = os.environ.get("NARROWGAUGE_REQUIRE_BROWSER") == "1"
@@ -209,6 +210,30 @@ def test_the_map_is_filtered_sorted_and_turned_back_in_time(opened, files):
     assert page.locator(".cells tbody tr").count() == 2
     page.locator("#map-filter").fill("nothing")
     assert "No layer has this in its name" in page.locator(".cells").inner_text()
+
+
+def test_numbers_fit_their_cells_on_a_phone(opened, tmp_path):
+    """Of eight roles, with the widest numbers that there are: a hundred decibels, a hundredth of a percent."""
+
+    def wide(step: int, row: dict[str, Any]) -> dict[str, Any]:
+        if row["kind"] == "precision":
+            for roles in row["layers"].values():
+                roles["param"] = {"lost": 0.000123, "sqnr_db": 103.6, "amax": 1.234e-6, "scale": 2.0**-117}
+                roles["input"].update(saturated=1.0, flushed=0.0999, sqnr_db=math.inf)
+        return row
+
+    path = tmp_path / "report.html"
+    run = write_run(tmp_path / "run", layers=4, roles=(*ROLES, "collective"), change=wide)
+    path.write_text(html_of(report_data([RunReader(run)])))
+    page = opened(path.as_uri(), 390)
+    measures = page.eval_on_selector_all("#map-measure option", "all => all.map((each) => each.value)")
+    assert {"sqnr_db", "saturated", "flushed", "lost", "amax", "scale"} <= set(measures)
+    for measure in measures:
+        page.select_option("#map-measure", measure)
+        cut_off = "all => all.filter((td) => td.scrollWidth > td.clientWidth).map((td) => td.dataset.short)"
+        assert page.eval_on_selector_all(".cells.numbers td", cut_off) == [], measure
+    page.select_option("#map-measure", "sqnr_db")
+    assert page.locator(".cells td[data-short='104']").count() == 4
 
 
 def test_names_are_text_and_never_run(opened, files):

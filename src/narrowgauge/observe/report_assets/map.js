@@ -84,7 +84,7 @@ class PrecisionMap {
     const swatches = Array.from({ length: edges.length + 1 }, (_, at) => el("i", { class: `l${at === edges.length ? 9 : at}` }));
     const marks = edges.map((edge) => el("span", { text: say(edge) }));
     const isJudged = this.measure === "sqnr_db" || SHARES.includes(this.measure);
-    const unit = this.measure === "sqnr_db" ? ", dB" : "";
+    const unit = this.measure === "sqnr_db" ? ", dB" : SHARES.includes(this.measure) ? ", %" : "";
     this.legendHost.replaceChildren(
       el("p", { text: `${MEASURE_WORDS[this.measure] || this.measure}${unit}: ${isJudged ? "worse on the left, better on the right" : "larger on the left"}` }),
       el("div", { class: "swatches", "aria-hidden": "true" }, ...swatches), el("div", { class: "marks" }, ...marks));
@@ -132,8 +132,8 @@ class PrecisionMap {
     const value = cell === undefined ? NaN : this.value(cell);
     if (Number.isNaN(value)) return el("td", { class: "none", role: "gridcell", "aria-label": "no sample" });
     const text = amount(this.measure, value);
-    return el("td", { class: `l${this.level(value, edges)}`, role: "gridcell", tabindex: "-1", "data-cell": cell,
-      "aria-label": `${name}, ${this.data.roles[role]}: ${text}`, text: showsNumbers ? text.replace(" dB", "") : "" });
+    return el("td", { class: `l${this.level(value, edges)}`, role: "gridcell", tabindex: "-1", "data-cell": cell, "data-short": showsNumbers ? inFewSigns(this.measure, value) : null,
+      "aria-label": `${name}, ${this.data.roles[role]}: ${text}` }, showsNumbers ? el("span", { text: text.replace(" dB", "") }) : null);
   }
   say(target) { if (target && target.dataset.cell) this.tip.textContent = target.getAttribute("aria-label"); }
   key(event) {
@@ -182,6 +182,15 @@ class PrecisionMap {
     });
     return found;
   }
+}
+
+// a value in four signs, for cells on a phone: whole percents or tenths, whole dB from 100 on, powers of two
+function inFewSigns(measure, value) {
+  if (!Number.isFinite(value)) return "∞";
+  if (measure === "sqnr_db") return value >= 100 ? value.toFixed(0) : value.toFixed(1);
+  if (!SHARES.includes(measure)) return value > 0 ? power(2, Math.round(Math.log2(value))) : "0";
+  const size = 100 * value;
+  return size === 0 ? "0" : size < 0.1 ? "<0.1" : size < 9.95 ? size.toFixed(1) : size.toFixed(0);
 }
 
 // ---- one cell over time
