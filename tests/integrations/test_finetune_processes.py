@@ -243,7 +243,7 @@ def test_grpo_samples_on_each_process_under_the_recipe(place: Path, found: Found
         ("no_data", 1, "nowhere.jsonl: expected a file"),
         ("broken", 1, "broken.jsonl: 2 problems"),
         ("no_model", 2, "expected a directory, found none"),
-        ("fsdp", 2, "with DeepSpeed or FSDP through TrainingArguments"),
+        ("fsdp", 2, "ACCELERATE_USE_FSDP=true: expected processes that each have the whole model"),
         ("long", 1, "none of 25 examples"),
         ("few", 1, "expected at least 8 examples, batch_size=4 x 2 processes, found 5"),
         ("three", 2, "processes=3: expected as many, found 2"),

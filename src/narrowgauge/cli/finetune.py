@@ -166,6 +166,7 @@ def _new(task: str, given: dict[str, Any], parser: Parser) -> FinetuneConfig:
 def _report(config: FinetuneConfig, as_json: bool, act: Callable[[OnEvent], Outcome]) -> int:
     """Run, as one of the processes that torchrun started; the first one shows what happens."""
     with told_once():
+        _refuse_parted()
         prepare_libraries()
     from narrowgauge.cli.finetune_progress import FinetuneReporter
     from narrowgauge.train.events import Status
@@ -179,6 +180,17 @@ def _report(config: FinetuneConfig, as_json: bool, act: Callable[[OnEvent], Outc
         ):
             outcome = act(reporter)
     return EXIT_INTERRUPTED if outcome.status is Status.INTERRUPTED else 0
+
+
+def _refuse_parted() -> None:
+    """Raise ConfigError where `accelerate launch` asks for what these commands would not do."""
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        value = os.environ.get(name, "false")
+        if value.lower() not in ("false", "0", ""):
+            raise ConfigError(
+                f"{name}={value}: expected processes that each have the whole model, whose gradients travel as the "
+                "recipe says: start them by torchrun, or by accelerate launch without it"
+            )
 
 
 def _read_config(path: str, task: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from narrowgauge.distributed.wire import SINCE_STEP
 from narrowgauge.errors import DivergenceError
-from narrowgauge.integrations.finetune_config import FinetuneConfig
+from narrowgauge.integrations.finetune_config import FinetuneConfig, GRPOConfig
 from narrowgauge.integrations.finetune_events import HeldOut, Started, Stepped
 from narrowgauge.observe.journal_rows import Row
 from narrowgauge.observe.journal_writer import JournalWriter
@@ -58,6 +58,8 @@ class Watch(TrainerCallback):
     def continue_from(self, checkpoint: Path, rows: list[Row]) -> None:
         """Go on after `rows`, those of the journal up to a checkpoint."""
         self.resumed_from = checkpoint
+        if isinstance(self.config, GRPOConfig):  # TRL keeps its count in the trainer's state, and goes on with it
+            return
         self.tokens_before = next((row[_TOKENS] for row in reversed(rows) if _TOKENS in row), 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -112,8 +114,7 @@ class Watch(TrainerCallback):
         now_s = time.monotonic()
         seconds, self._began_s = now_s - self._began_s, now_s
         figures = {("lr" if key == _RATE else key): value for key, value in figures.items()}
-        if _TOKENS in figures:
-            figures[_TOKENS] += self.tokens_before
+        self._add_earlier(figures)
         self.figures, self.step = figures, step
         self._write("step", **figures, seconds=seconds)
         self.on_event(Stepped(step=step, steps=steps, seconds=seconds, figures=figures))
@@ -134,6 +135,7 @@ class Watch(TrainerCallback):
         loss = figures.get("loss")
         if self.config.task == "sft" and loss is not None:
             figures["perplexity"] = math.exp(loss) if loss < 709 else math.inf  # exp(709.8) is the largest double
+        self._add_earlier(figures)
         self.held_out = figures
         self._write("evaluation", **figures)
         self.on_event(HeldOut(step=self.step, figures=figures))
@@ -152,6 +154,10 @@ class Watch(TrainerCallback):
         now_s = time.monotonic()
         seconds, self._began_s = now_s - self._began_s, now_s
         self.on_event(CheckpointSaved(step=self.step, path=path, bytes=size, seconds=seconds))
+
+    def _add_earlier(self, figures: dict[str, float]) -> None:
+        if _TOKENS in figures:
+            figures[_TOKENS] += self.tokens_before
 
     def _write(self, kind: str, **fields: Any) -> None:
         if self.journal is not None:

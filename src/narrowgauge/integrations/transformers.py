@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -217,27 +217,45 @@ class Trainer(transformers.Trainer):
         """As transformers', inside the recipe's autocast; in several processes with the loss of the batches of all."""
         if not self._is_distributed:
             return super().prediction_step(model, inputs, *args, **kwargs)
+        inputs = self._without_repeated(inputs)
         # the wrapper has autocast, and what is evaluated is the model inside
         with autocast(self.recipe.at(self.state.global_step)):
-            loss, *others = super().prediction_step(model, self._without_repeated(inputs), *args, **kwargs)
-        # transformers counts a last round by the first processes' losses alone
-        return (loss if loss is None else self.accelerator.reduce(loss, "mean"), *others)
+            loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None:  # of a last round transformers would take the first processes' losses alone
+            weight = self._held_out_weight(inputs)
+            total, weights = self.accelerator.reduce(
+                torch.stack([loss.double() * weight, weight.to(loss.device, torch.float64)]), "sum"
+            )
+            loss = (total / weights.clamp(min=1)).to(loss.dtype)
+        return (loss, *others)
+
+    def _own_examples(self) -> int:
+        """Of a held-out batch, without those from the data's beginning by which accelerate fills up the last round."""
+        state, size = self.accelerator.gradient_state, self.args.eval_batch_size
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return size
+        return min(max(state.remainder - self.accelerator.process_index * size, 0), size)
 
     def _without_repeated(self, inputs: Any) -> Any:
-        """A batch without labels of the examples from the data's beginning by which accelerate fills up the last round.
-
-        Where losses are sums over tokens divided by the labels of all processes: elsewhere a batch cannot do without.
-        """
-        state = self.accelerator.gradient_state
-        labels = inputs.get("labels") if hasattr(inputs, "get") else None
-        if not (self.model_accepts_loss_kwargs and isinstance(labels, Tensor) and labels.dim() == 2):
-            return inputs
-        own = state.remainder - self.accelerator.process_index * len(labels)
-        if not state.end_of_dataloader or state.remainder <= 0 or own >= len(labels):
+        """A held-out batch in which only tokens of `_own_examples` have labels; where a batch can do without."""
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        own = self._own_examples()
+        if (
+            not self.model_accepts_loss_kwargs
+            or not isinstance(labels, Tensor)
+            or labels.dim() != 2
+            or own >= len(labels)
+        ):
             return inputs
         labels = labels.clone()
-        labels[max(own, 0) :] = IGNORED
+        labels[own:] = IGNORED
         return {**inputs, "labels": labels}
+
+    def _held_out_weight(self, inputs: Any) -> Tensor:
+        """How much this process's loss of a held-out batch counts beside the others'."""
+        has_labels = isinstance(inputs, Mapping) and "labels" in inputs
+        is_of_all = self.model_accepts_loss_kwargs and has_labels  # divided by the labels of all processes
+        return torch.tensor(1 if is_of_all else self._own_examples())
 
     def _own_optimizer(self) -> Any:
         """The optimizer without accelerate's wrapper."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import ConfigError, DataError
 from narrowgauge.integrations.requirements import require
 from narrowgauge.integrations.rewards import check_rewards, checked
-from narrowgauge.integrations.transformers import Trainer
+from narrowgauge.integrations.transformers import IGNORED, Trainer
 from narrowgauge.layers.autocast import autocast
 from narrowgauge.layers.wrapping import AutocastForward
 from narrowgauge.recipes.select import head_is_asked_for
@@ -112,6 +112,9 @@ class _RecipeTrainer(Trainer):
         bound = inspect.signature(theirs.__init__).bind(self, *args, **kwargs).arguments
         return {name: value for name, value in bound.items() if name != "self"}
 
+    def _held_out_weight(self, inputs: Any) -> Tensor:
+        return torch.tensor(self._own_examples())  # TRL takes means
+
     def _adjust(self, given: dict[str, Any]) -> None:
         """Change the arguments before TRL sees them."""
 
@@ -164,6 +167,9 @@ class SFTTrainer(_RecipeTrainer, trl.SFTTrainer):
     """`trl.SFTTrainer`, trained by a recipe."""
 
     _config = trl.SFTConfig
+
+    def _held_out_weight(self, inputs: Any) -> Tensor:
+        return (inputs["labels"][..., 1:] != IGNORED).sum()  # TRL divides by this process's own
 
 
 class RewardTrainer(_RecipeTrainer, trl.RewardTrainer):
