@@ -161,6 +161,15 @@ def test_batches_that_are_not_finite_lead_back_and_are_not_read_again(with_fault
     assert ending(result.run_dir) == expected and guard_rows(result.run_dir) == rows
 
 
+def test_the_checkpoint_of_before_a_trouble_outlives_those_that_are_written_in_it(with_fault, make_config) -> None:
+    with_fault(poison(range(7, 11)))
+    guard = {"mode": "act", "every": 4, "leave_out": 3}
+    folder = run(make_config("a", **CHANGES | {"recipe": "fp8_current", "guard": guard, "keep_last": 1})).run_dir
+    # batches 7 to 9: back to step 6, although a checkpoint of step 8 has been written since, and one is kept
+    assert [(row["step"], row["action"]) for row in guard_rows(folder)] == [(6, "promote"), (6, "rollback")]
+    assert RunFolder(folder).steps() == [12]
+
+
 def test_a_spike_leads_back_to_the_model_and_the_optimizer_of_before(with_fault, make_config) -> None:
     """The steps of the spike change both, as those that are not finite do not."""
     seen: dict[int, list[torch.Tensor]] = {}

@@ -30,8 +30,12 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all of `argv`; ConfigError with the closest option where one is unknown."""
         arguments, unknown = self.parse_known_args(argv)
-        if not unknown:
-            return arguments
+        if unknown:
+            self.refuse(unknown)
+        return arguments
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise ConfigError for words that are none of the command's, with the closest option."""
         option = next((word for word in unknown if word.startswith("-")), None)
         if option is None:
             self.error(f"unexpected argument '{unknown[0]}'")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from narrowgauge.cli.arguments import Parser
+from narrowgauge.errors import ConfigError
 
 EXIT_INTERRUPTED = 130
 
@@ -34,10 +37,13 @@ def resume(argv: Sequence[str]) -> int:
     """Continue a run; 130 where it was interrupted and saved again."""
     parser = Parser(
         "resume",
-        "Continue a run where its last checkpoint stands. The result is bitwise that of a run that never stopped.",
+        "Continue a run where its last checkpoint stands. The result is bitwise that of a run that never stopped.\n"
+        "--KEY VALUE changes what watches the run and what it writes, from here on: guard.*, divergence.*,\n"
+        "save_every, eval_every, statistics_every and the like.",
         [
             "narrowgauge resume runs/NAME",
             "narrowgauge resume runs/NAME --checkpoint last-good",
+            "narrowgauge resume runs/NAME --guard.mode off",
             "narrowgauge resume runs/NAME --checkpoint step-000100",
         ],
     )
@@ -48,7 +54,8 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_json_option()
     parser.add_argument("--live", action="store_true", help="serve the run's report on this machine alone")
     parser.add_argument("--live_port", "--live-port", type=int, help="the port of --live; default: any that is free")
-    arguments = parser.parse(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    changes = _changes(parser, rest)
     if arguments.live_port is not None and not arguments.live:
         parser.error("--live_port: expected it with --live, found it alone: add --live, or leave it out")
 
@@ -59,6 +66,8 @@ def resume(argv: Sequence[str]) -> int:
 
         if arguments.live:
             parser.error("--live: expected a run of `train`, found one of fine-tuning: leave it out")
+        if changes:
+            parser.error(f"--{next(iter(changes))}: expected a run of `train`, found one of fine-tuning: leave it out")
         return resume_run(arguments.run, arguments.checkpoint, arguments.json)
 
     from narrowgauge.cli.live import LiveRun
@@ -75,5 +84,30 @@ def resume(argv: Sequence[str]) -> int:
         Reporter(log_every=config.log_every, as_json=arguments.json) as reporter,
         LiveRun(reporter, live_port if rank() == 0 else None) as listener,
     ):
-        result = resume_run(arguments.run, listener, checkpoint=arguments.checkpoint)
+        result = resume_run(arguments.run, listener, arguments.checkpoint, changes)
     return EXIT_INTERRUPTED if result.status is Status.INTERRUPTED else 0
+
+
+def _changes(parser: Parser, words: Sequence[str]) -> dict[str, Any]:
+    """Keys of the configuration among what `parser` does not know, and their values, read as YAML."""
+    if not words:
+        return {}
+    from narrowgauge.train.config import TrainConfig
+    from narrowgauge.train.parse import read_yaml
+
+    sections = {field.name for field in dataclasses.fields(TrainConfig)}
+    rest, found = list(words), {}
+    while rest:
+        word = rest.pop(0)
+        key, equals, text = word.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
+        if not word.startswith("--") or key.partition(".")[0] not in sections:
+            parser.refuse([word])
+        if not equals:
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        name = key.rpartition(".")[2]
+        try:
+            found[key] = read_yaml(f"{name}: {text}")[name]
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{key}={text}: expected a value in YAML: quote it") from None
+    return found

@@ -88,6 +88,11 @@ class Guard:
         return self._losses.rollbacks
 
     @property
+    def trouble_since(self) -> int:
+        """The first step of losses in trouble that the run may yet go back for; 0: there are none."""
+        return self._losses.unanswered_since if self.is_acting and self.rollbacks < self.config.rollbacks else 0
+
+    @property
     def recipe(self) -> Recipe:
         """The plain recipe that the model runs by now, with what the guard has widened."""
         operands = {key: spec for key, spec in self._casts.items() if key[1] not in MOMENT_ROLES}
@@ -201,7 +206,7 @@ class Guard:
         move = standing.take(finding.verdict, config.confirm, config.calm, step % config.every == 0)
         if move is not Move.NONE or standing.has_warned:
             self._standings[key] = standing
-        if move is Move.NONE:
+        if move is Move.NONE or (move is Move.DEMOTE and not self.is_acting):  # one that acted may have widened it
             return []
         if move is Move.WAIT:
             return [of_cast(step, "wait", key, finding, spec, spec)]
@@ -225,7 +230,7 @@ class Guard:
             return []
         config = self.config
         move = self._everything.take(verdict, config.confirm, config.calm, step % config.every == 0)
-        if move is not Move.DEMOTE:
+        if move is not Move.DEMOTE or not self.is_acting:
             return []
         self._everything.demoted(config.confirm)
         return [of_everything(step, "demote", self._recipe.phases[self._phase][1])]

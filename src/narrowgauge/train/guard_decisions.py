@@ -43,7 +43,7 @@ def of_cast(
     """A decision about one role of one layer."""
     layer, role = key
     where = f"{layer or 'the model'}, {role}"
-    found = _finding(finding)
+    found = _finding(role, finding)
     old, new = words(before), words(after)
     message = {
         "wait": f"{where}: {found}; the next step is looked at, too",
@@ -86,13 +86,15 @@ def _trouble(trouble: Trouble) -> str:
     )
 
 
-def _finding(finding: Finding) -> str:
+def _finding(role: str, finding: Finding) -> str:
     value, limit = finding.value, finding.limit
     if finding.measure == SATURATED:
         share, most = _apart(value, limit, 2, "%")
         return f"{share} of the values are cut off at the largest of the format (limit {most})"
     if finding.measure == FLUSHED:
         share, most = _apart(value, limit, 2, "%")
+        if role == "exp_avg_sq":
+            return f"{share} of the second moments whose first is not zero are zero (limit {most})"
         return f"{share} of the non-zero values become zero (limit {most})"
     if finding.measure == SQNR_DB:
         sqnr, least = _apart(value, limit, 1, "f")

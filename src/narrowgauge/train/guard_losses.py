@@ -58,6 +58,11 @@ class Losses:
         self._answered = True
         return found
 
+    @property
+    def unanswered_since(self) -> int:
+        """The first step of the trouble in hand, while it is not answered; 0: there is none."""
+        return 0 if self._answered else self._since
+
     def asks_for(self, step: int) -> bool:
         """True where the step is to be sampled: losses are in trouble, or were there before the run went back."""
         return self._since > 0 or self._look_from <= step <= self._look_to

@@ -36,6 +36,11 @@ class RunGuard:
         config, parts = self._session.config, self._session.parts
         return Looks(self._guard, parts.model, parts.optimizer, config.statistics_every, config.histograms_every)
 
+    @property
+    def trouble_since(self) -> int:
+        """The first step of losses in trouble that the run may yet go back for; 0: there are none."""
+        return self._guard.trouble_since
+
     def end(self, result: StepResult, precision: Precision | None) -> bool:
         """After a step is in the journal. True where the run has gone back, and its next step is an earlier one."""
         session, before = self._session, self._session.step
@@ -60,8 +65,13 @@ class RunGuard:
 
         A run that is resumed with its guard off goes on by its recipe.
         """
-        parts = self._session.parts
-        if STATE in extra and self._guard.config.mode != "off" and self._guard.load_state_dict(extra[STATE]):
+        parts, state = self._session.parts, extra.get(STATE)
+        if state is None:
+            return
+        if self._guard.config.mode == "off":
+            if state["casts"] or state["everything"]["climbed"]:
+                self._session.journal.warn("guard.mode is off: what it had widened is cast as the recipe says again")
+        elif self._guard.load_state_dict(state):
             # moments are kept otherwise than when they were first loaded
             load(path, parts.model, parts.optimizer, is_verified=True)
 

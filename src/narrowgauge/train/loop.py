@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from narrowgauge.distributed.liveness import Limits, Watch
 from narrowgauge.train import events
 from narrowgauge.train.assemble import assemble
+from narrowgauge.train.changes import changed
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.events import OnEvent, Result, ignore
 from narrowgauge.train.folder import write_file
@@ -58,7 +60,12 @@ def run(config: TrainConfig, on_event: OnEvent = ignore, launch: Launch | None =
         folder.unlock()
 
 
-def resume(run_dir: Path | str, on_event: OnEvent = ignore, checkpoint: str | None = None) -> Result:
+def resume(
+    run_dir: Path | str,
+    on_event: OnEvent = ignore,
+    checkpoint: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Result:
     """Continue a run: bitwise the same run as one that was never stopped, on the same machine.
 
     The folder's `config.yaml` is the truth; the journal is cut back to the checkpoint first, and newer checkpoints are
@@ -66,17 +73,24 @@ def resume(run_dir: Path | str, on_event: OnEvent = ignore, checkpoint: str | No
 
     Args:
         checkpoint: None for the newest, "last-good" for the newest whole one, or a name such as "step-000100".
+        changes: keys of the configuration and their new values, of what watches the run and of what it writes, see
+            `train.changes`; they are written in `config.yaml`, and told in the journal.
 
     Raises:
+        ConfigError: a change is of what the run computes, or of no sense.
         CheckpointError: the checkpoint is missing or damaged; the message names the last good one. Else as `run`.
     """
     folder = RunFolder.open(run_dir)
-    config = folder.read_config()
+    config, told = changed(folder.read_config(), changes or {})
     ranks = Ranks.of(config.parallel, config.torch_device())
+    if changes:
+        ranks.check_same(dataclasses.asdict(config))
     _on_first(ranks, folder.lock, folder.path)
     try:
         start = ranks.from_first(lambda: folder.choose(checkpoint))
-        return _train(config, folder, on_event, start, ranks)
+        if told:
+            ranks.from_first(lambda: write_file(folder.config, config.to_yaml()))
+        return _train(config, folder, on_event, start, ranks, told)
     finally:
         folder.unlock()
 
@@ -94,7 +108,14 @@ def _with_all_values(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, name=name, threads=config.threads or torch.get_num_threads())
 
 
-def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int | None, ranks: Ranks) -> Result:
+def _train(
+    config: TrainConfig,
+    folder: RunFolder,
+    on_event: OnEvent,
+    start: int | None,
+    ranks: Ranks,
+    changes: Sequence[str] = (),
+) -> Result:
     on_event = on_event if ranks.is_first else ignore
     sinks = with_sinks(on_event, config, folder.path) if ranks.is_first else nullcontext(on_event)
     with sinks as listener:
@@ -105,6 +126,8 @@ def _train(config: TrainConfig, folder: RunFolder, on_event: OnEvent, start: int
         session = Session(config, folder, listener, parts)
         try:
             session.begin(start)
+            if changes:
+                session.journal.warn(f"as resume was told: {', '.join(changes)}")
             limits = Limits(step_s=config.parallel.timeout_s)
             with Interruption(session.on_signal) as interruption:
                 with Watch(limits, lambda: interruption.requested) as others:

@@ -180,11 +180,17 @@ class RunFolder:
         """
         return save(self.checkpoint(step), model, optimizer, asynchronous=asynchronous, step=step, **extra)
 
-    def remove_before(self, step: int, keep_last: int) -> None:
-        """Remove all but the last `keep_last` checkpoints up to that of `step`; only the holder of the lock does."""
+    def remove_before(self, step: int, keep_last: int, trouble_since: int = 0) -> None:
+        """Remove all but the last `keep_last` checkpoints up to that of `step`; only the holder of the lock does.
+
+        trouble_since: the first step of a trouble that may lead back: the newest one of before it stays; 0: there is
+        none.
+        """
         earlier = [s for s in self.steps() if s < step] if self._lock is not None else []
+        stays = max((s for s in earlier if s < trouble_since), default=None)
         for old in earlier[: max(len(earlier) - (keep_last - 1), 0)]:
-            shutil.rmtree(self.checkpoint(old), ignore_errors=True)
+            if old != stays:
+                shutil.rmtree(self.checkpoint(old), ignore_errors=True)
 
     def remove_after(self, step: int) -> list[Path]:
         """Remove checkpoints newer than `step`, which belong to the path not taken; returns where they were.

@@ -287,7 +287,7 @@ class Session:
             self.journal.warn(f"no checkpoint at step {step}: {error}")
 
     def _note_saved(self, path: Path, step: int, begin_s: float) -> None:
-        self.folder.remove_before(step, self.config.keep_last)
+        self.folder.remove_before(step, self.config.keep_last, self.guard.trouble_since)
         seconds = time.perf_counter() - begin_s
         self.emit(events.CheckpointSaved(step=step, path=path, bytes=size_bytes(path), seconds=seconds))
 

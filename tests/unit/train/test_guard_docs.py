@@ -33,7 +33,7 @@ def test_defaults_are_those_of_the_page() -> None:
         flushed = 0.5 if role == "grad_output" else 0.1
         assert dataclasses.astuple(getattr(config, role)) == (0.01, flushed, 12.0)
     assert "`grad_output` in 8 bits or more | 50 % of the values |" in PAGE
-    assert config.exp_avg_sq.flushed == 0.001 and "| 0.1 % of the values |" in PAGE
+    assert config.exp_avg_sq.flushed == 0.001 and "| 0.1 % of the values whose first moment is not zero |" in PAGE
     assert f"{NORMAL_DB} + {DB_A_BIT} for each mantissa bit" in PAGE
     assert (config.nonfinite, config.spike_patience, config.spike_spreads, config.spike_floor) == (3, 3, 10.0, 0.5)
     assert "3 steps in a row above median + max(10 spreads, 0.5 nats)" in PAGE
