@@ -1,11 +1,11 @@
 """What the guard does about faults of precision, and that it leaves healthy runs alone.
 
-    python benchmarks/guard.py [--steps N] [--seeds N] [--faults NAME ...] [--workers N] [--json]
+    python benchmarks/guard.py [--steps N] [--seeds N] [--repeats N] [--faults NAME ...] [--workers N] [--json]
 
 Each fault is trained by `narrowgauge.train` clean, with the fault and the guard off, and with the fault and the guard
-acting, from three seeds each, all else the same bits. A fault touches precision alone: in exact arithmetic the faulty
-model is the clean one. It begins at step 101, the first after a sample of the guard's default period, so that the guard
-sees it 24 steps late. Compared are the means over the seeds of the validation loss after the last step. The rate, 4e-3,
+acting, from --repeats seeds each, all else the same bits. A fault touches precision alone: in exact arithmetic the
+faulty model is the clean one. It begins at step 101, the first after a sample of the guard's default period, so that the
+guard sees it 24 steps late. Compared are the means over the seeds of the validation loss after the last step. The rate, 4e-3,
 is one at which clean runs of a seed agree: at 1e-2 they spread by 0.1 nats, and no distance of 0.03 means anything. The
 model: one block of width 64, on text of a Markov chain of order two, whose next symbol follows from the last two
 together: that takes the feed-forward network.
@@ -63,7 +63,6 @@ from narrowgauge.train.session import Session
 from narrowgauge.train.signals import Interruption
 
 START = 101
-REPEATS = 3  # seeds of each fault
 WITHIN = 0.03
 SYMBOLS, DOCUMENTS, LENGTH = 10, 20, 30_000
 HEALTHY = (
@@ -242,12 +241,12 @@ def run_name(fault: str, kind: str, seed: int) -> str:
     return f"{fault}: {kind}, seed {seed}"
 
 
-def jobs_of(names: list[str], seeds: int) -> dict[str, tuple[Any, ...]]:
+def jobs_of(names: list[str], seeds: int, repeats: int) -> dict[str, tuple[Any, ...]]:
     """What is to be trained: name -> arguments of `train` but folder and steps."""
     jobs: dict[str, tuple[Any, ...]] = {}
     for name in names:
         recipe, clean, faulty = FAULTS[name]
-        for seed in range(REPEATS):
+        for seed in range(repeats):
             jobs[run_name(name, "clean", seed)] = (recipe, clean, "off", seed, True)
             for mode in ("off", "act"):
                 jobs[run_name(name, mode, seed)] = (recipe, faulty, mode, seed, True)
@@ -266,16 +265,18 @@ def run_job(folder: Path, steps: int, job: tuple[Any, ...]) -> dict[str, Any]:
     return train(folder, recipe, install, steps, mode, seed, chain)
 
 
-def named_job(folder: Path, steps: int, names: list[str], seeds: int, name: str) -> dict[str, Any]:
+def named_job(folder: Path, steps: int, names: list[str], seeds: int, repeats: int, name: str) -> dict[str, Any]:
     """The same in another process, which knows functions by their names only."""
-    return run_job(folder, steps, jobs_of(names, seeds)[name])
+    return run_job(folder, steps, jobs_of(names, seeds, repeats)[name])
 
 
-def measure(folder: Path, names: list[str], steps: int, seeds: int, workers: int) -> dict[str, dict[str, Any]]:
+def measure(
+    folder: Path, names: list[str], steps: int, seeds: int, repeats: int, workers: int
+) -> dict[str, dict[str, Any]]:
     """All runs, by name."""
     write_chain(folder / "chain")
-    jobs = jobs_of(names, seeds)
-    one = partial(named_job, folder, steps, names, seeds)
+    jobs = jobs_of(names, seeds, repeats)
+    one = partial(named_job, folder, steps, names, seeds, repeats)
     first = next(iter(jobs))
     results = {first: one(first)}  # which fills the cache of tokens
     rest = [name for name in jobs if name != first]
@@ -293,12 +294,14 @@ def promotions(result: dict[str, Any]) -> int:
     return sum(row["action"] in ("promote", "rollback") for row in result["guard"])
 
 
-def figures(results: dict[str, dict[str, Any]], names: list[str], seeds: int) -> dict[str, dict[str, float]]:
+def figures(
+    results: dict[str, dict[str, Any]], names: list[str], seeds: int, repeats: int
+) -> dict[str, dict[str, float]]:
     """Goals and what was measured."""
     found: dict[str, dict[str, float]] = {}
     for name in names:
         runs = {
-            kind: [results[run_name(name, kind, seed)] for seed in range(REPEATS)] for kind in ("clean", "off", "act")
+            kind: [results[run_name(name, kind, seed)] for seed in range(repeats)] for kind in ("clean", "off", "act")
         }
         clean, off, act = (
             mean(float("inf") if run["ended"] else run["loss"] for run in each) for each in runs.values()
@@ -320,12 +323,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=10, help="healthy runs")
+    parser.add_argument("--repeats", type=int, default=3, help="seeds of each fault")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--json", action="store_true", help="write a file under benchmarks/results/")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = measure(Path(folder), arguments.faults, arguments.steps, arguments.seeds, arguments.workers)
+        results = measure(
+            Path(folder), arguments.faults, arguments.steps, arguments.seeds, arguments.repeats, arguments.workers
+        )
     rows = [
         [name, f"{each['loss']:.4f}", str(promotions(each)), f"{each['seconds']:.0f} s", each["ended"][:60]]
         for name, each in results.items()
@@ -334,7 +340,7 @@ def main() -> int:
     for name, each in results.items():
         for row in each["guard"]:
             print(f"{name}: step {row['step']} {row['action']}: {row['message']}")
-    found = figures(results, arguments.faults, arguments.seeds)
+    found = figures(results, arguments.faults, arguments.seeds, arguments.repeats)
     for name, figure in found.items():
         print(f"{name}: {figure['measured']:.4f}, goal {goal(figure)}  {'ok' if is_met(figure) else 'MISSED'}")
     if arguments.json:

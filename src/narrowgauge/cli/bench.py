@@ -33,7 +33,8 @@ def bench(argv: Sequence[str]) -> int:
     benchmark = _named(arguments.what)
     words = benchmark.quick if arguments.quick else benchmark.words
     if words is None:
-        raise ConfigError(f"--quick: '{benchmark.name}' has no quick form: leave it out")
+        why = benchmark.why_not and f", since {benchmark.why_not}"
+        raise ConfigError(f"--quick: '{benchmark.name}' has no quick form{why}: leave it out")
     command = [sys.executable, str(_checkout() / "benchmarks" / f"{benchmark.script}.py"), *words]
     return _print_result(command) if arguments.json else subprocess.run(command).returncode
 

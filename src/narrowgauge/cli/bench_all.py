@@ -107,7 +107,7 @@ class Suite:
         found: dict[str, Any] = {"name": benchmark.name, "what": benchmark.what, "status": LEFT_OUT, "figures": {}}
         script = self.checkout / "benchmarks" / f"{benchmark.script}.py"
         if words is None:
-            return found | {"why": "it has no quick form"}
+            return found | {"why": f"it has no quick form{benchmark.why_not and f': {benchmark.why_not}'}"}
         if not script.is_file():
             return found | {"why": f"this checkout has no benchmarks/{script.name}"}
         if benchmark.needs_gpu and not _has_gpu():

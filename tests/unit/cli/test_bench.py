@@ -129,11 +129,21 @@ def _commands_with(text: str) -> list[str]:
 
 
 def test_a_quick_run_takes_small_sizes_and_holds_no_goal_against_them(checkout, tmp_path):
-    benchmarks = [checkout("far", MISSED, code=1), checkout("day", MET, quick=None), checkout("broken", None, code=3)]
+    benchmarks = [
+        checkout("far", MISSED, code=1), checkout("day", MET, quick=None, why_not="it takes a day"),
+        checkout("broken", None, code=3),
+    ]  # fmt: skip
     record = suite(checkout, tmp_path / "out", quick=True).run(benchmarks)
     assert statuses(record) == {"far": "done", "day": "left out", "broken": "failed"}
     assert record["runs"][0]["command"] == "python benchmarks/far.py --small"
-    assert "A quick run" in (tmp_path / "out" / "index.html").read_text()
+    assert record["runs"][1]["why"] == "it has no quick form: it takes a day"
+    shown = (tmp_path / "out" / "index.html").read_text()
+    assert "A quick run" in shown and "it has no quick form: it takes a day" in shown
+    assert "MISSED" not in shown and ">1</b>scripts work" in shown and "figures, not judged" in shown
+
+
+def test_what_has_no_quick_form_says_why():
+    assert all(bool(each.why_not) is (each.quick is None) for each in SUITE)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +242,7 @@ def test_the_command_runs_all_of_a_checkout(checkout, tmp_path, monkeypatch, cap
         (["--all", "--only", "cast"], "did you mean 'casts'?"),
         (["--all", "--limit-s", "0"], "more than 0"),
         (["casts", "--output", "x"], "--output is for --all"),
-        (["sft", "--quick"], "no quick form"),
+        (["sft", "--quick"], "no quick form, since it trains a model that is downloaded: leave it out"),
     ],
 )
 def test_wrong_words(words, expected, capsys):
