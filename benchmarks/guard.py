@@ -4,11 +4,11 @@
 
 Each fault is trained by `narrowgauge.train` clean, with the fault and the guard off, and with the fault and the guard
 acting, from --repeats seeds each, all else the same bits. A fault touches precision alone: in exact arithmetic the
-faulty model is the clean one. It begins at step 101, the first after a sample of the guard's default period, so that the
-guard sees it 24 steps late. Compared are the means over the seeds of the validation loss after the last step. The rate, 4e-3,
-is one at which clean runs of a seed agree: at 1e-2 they spread by 0.1 nats, and no distance of 0.03 means anything. The
-model: one block of width 64, on text of a Markov chain of order two, whose next symbol follows from the last two
-together: that takes the feed-forward network.
+faulty model is the clean one. It begins at step 101, the first after a sample of the guard's default period, so that
+the guard sees it 24 steps late. Compared are the means over the seeds of the validation loss after the last step. The
+rate, 4e-3, is one at which clean runs of a seed agree: at 1e-2 they spread by 0.1 nats, and no distance of 0.03 means
+anything. The model: one block of width 64, on text of a Markov chain of order two, whose next symbol follows from the
+last two together: that takes the feed-forward network.
 
 activations x 1000: the layer gate_up reads 1000 x, and its output is divided by 1000. Its input is cast to E4M3 without
     a scale, as unit scaling does (arXiv:2303.11257), which 1000 x exceeds: two thirds of the values are cut off at 448.
