@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from itertools import islice
 from types import SimpleNamespace
@@ -85,6 +86,17 @@ def test_functions_are_told_the_rows_and_their_rewards_are_added() -> None:
     run._rewards = [checked(lambda **_: [None, 1.0], "one")] * 2
     with pytest.raises(DataError, match="completion 0 of the batch has no reward: one, two gave None"):
         run._score([[9], [8]], [[5], [7]])
+
+
+def test_a_reward_function_may_be_a_coroutine() -> None:
+    async def slow(completions: list[Any], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+    run = run_of(rows=[{"prompt": "p"}] * 2, reward=["slow"])
+    run._rewards, run._chosen = [checked(slow, "slow")], [0, 1]
+    run.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x" * len(ids))
+    assert run._score([[9], [8]], [[5, 6], [7]]) == [2.0, 1.0]
 
 
 def test_every_number_of_the_loop_is_the_commands() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import math
 import shutil
@@ -104,7 +106,7 @@ class PPORun:
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
         columns["prompts"] = [row["prompt"] for row in rows]
         columns["completion_ids"] = completions
-        found = [[math.nan if value is None else value for value in each(**columns)] for each in self._rewards]
+        found = [[math.nan if value is None else value for value in _said(each, columns)] for each in self._rewards]
         rewards = torch.tensor(found, dtype=torch.float64).T
         check_rewards(rewards, self.config.reward)
         return rewards.nansum(dim=1).tolist()
@@ -149,6 +151,12 @@ def run_ppo(run: PPORun, folder: FinetuneRun, watch: Watch) -> int:
             if watch.interruption.requested:
                 break
     return trainer.steps
+
+
+def _said(function: Callable[..., Any], columns: dict[str, Any]) -> list[float | None]:
+    """What a reward function says, which may be a coroutine as in TRL."""
+    said = function(**columns)
+    return asyncio.run(said) if inspect.iscoroutine(said) else said
 
 
 def prompt_ids(prompt: str | list[Record], tokenizer: Any) -> Ids:
