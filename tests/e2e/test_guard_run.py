@@ -18,7 +18,7 @@ from narrowgauge.optim.base import LowPrecisionOptimizer
 from narrowgauge.train import loop
 from narrowgauge.train.assemble import Parts
 from narrowgauge.train.config import TrainConfig
-from narrowgauge.train.events import Event, GuardActed, Status
+from narrowgauge.train.events import Event, Finished, GuardActed, Status
 from narrowgauge.train.loop import resume, run
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.trained import Trained
@@ -156,6 +156,8 @@ def test_batches_that_are_not_finite_lead_back_and_are_not_read_again(with_fault
     steps = list(Journal(result.run_dir).of_kind("step"))
     assert [row["step"] for row in steps] == list(range(1, 13)) and not any(row["skipped"] for row in steps)
     assert sum(isinstance(event, GuardActed) and event.action == "rollback" for event in events) == 3
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    assert finished.tokens == (12 + 3 * 3) * 2 * 32  # those of the paths not taken took time, too
     expected = ending(result.run_dir)
     resume(result.run_dir, checkpoint="step-000006")  # as it was written when the run had gone back for the last time
     assert ending(result.run_dir) == expected and guard_rows(result.run_dir) == rows

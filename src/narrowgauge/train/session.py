@@ -47,7 +47,7 @@ class Session:
         self.ranks = parts.ranks
         sequences = config.batch_size * config.accumulation * self.ranks.batch_ranks
         self.tokens_per_step = sequences * parts.stream.sequence_length
-        self._first_step = 0
+        self._steps_taken = 0  # also those that the guard has gone back over
         self.journal = RunJournal(folder.journal, on_event)
         self.guard = RunGuard(self)
         self.observation = self.guard.observation()
@@ -69,7 +69,7 @@ class Session:
             extra = load(path, self.parts.model, self.parts.optimizer, is_verified=True)
             self.guard.load(path, extra)
             self.parts.load_state(extra)
-            self.step = self.journal.step = self._first_step = int(extra["step"])
+            self.step = self.journal.step = int(extra["step"])
             self.journal.resumed()
         for removed in self.folder.remove_after(self.step) if self.ranks.is_first else []:
             self.journal.warn(f"{removed} was removed: the run goes on from step {self.step}")
@@ -185,6 +185,7 @@ class Session:
     def _record(self, result: StepResult, lr: float, seconds: float, precision: Precision | None) -> None:
         """Put a step into the journal and the events, and stop a run that goes nowhere. Raises DivergenceError."""
         self.train_s += seconds
+        self._steps_taken += 1
         loss_scale = float(self.parts.scaler.get_scale())
         fields: dict[str, Any] = {
             "loss": result.loss,
@@ -302,7 +303,7 @@ class Session:
             self.emit(events.Sampled(step=self.step, prompt=prompt, text=text))
 
     def _finish(self, status: Status) -> Result:
-        tokens = (self.step - self._first_step) * self.tokens_per_step
+        tokens = self._steps_taken * self.tokens_per_step
         common: dict[str, Any] = {
             "status": status,
             "step": self.step,
