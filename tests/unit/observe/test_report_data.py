@@ -145,7 +145,7 @@ def test_figures_are_whole_pictures(tmp_path):
 
 def _grown(step, row):
     if row["kind"] == "precision":
-        row["layers"]["blocks.0.attention.q"]["input"]["saturated"] = 0.63
+        row["layers"]["blocks.0.attention.q"]["input"].update(saturated=0.63, sqnr_db=3.1)
     return row
 
 
