@@ -124,6 +124,8 @@ def test_the_ladder_gives_up_no_more_than_the_measure_asks_for() -> None:
         repr(ng.CastSpec(F.E4M3FN, ng.Block(1, 32), ng.E8M0_UP, ng.STOCHASTIC)),
         "compute",
     ]
+    large = ng.CastSpec(F.E4M3FN, ng.Block(1, 128), ng.E8M0_UP)  # whose scales stay of their own kind
+    assert climb("input", large, "sqnr_db") == [repr(ng.CastSpec(F.E4M3FN, ng.Block(1, 32), ng.E8M0_UP)), "compute"]
     nvfp4 = ng.CastSpec(F.E2M1FN, ng.Block(16, 16), ng.NVFP4)
     assert climb("weight", nvfp4, "sqnr_db")[0] == repr(ng.CastSpec(F.E4M3FN, ng.Block(16, 16), ng.CURRENT_POW2))
 
