@@ -231,7 +231,7 @@ function detail(map, cell, hist) {
   const sqnr = pointsOf(map, "sqnr_db", cell);
   if (sqnr.length) {
     const lines = [{ name: "SQNR", colour: "run0", points: sqnr }];
-    if (spec && spec.sqnr_db) lines.push({ name: `${spec.name} at its best`, colour: "grey", dashed: true, points: sqnr.map(([x]) => [x, spec.sqnr_db, spec.sqnr_db, spec.sqnr_db]) });
+    if (spec && spec.sqnr_db) lines.push({ name: `about what ${spec.name} gives`, colour: "grey", dashed: true, points: sqnr.map(([x]) => [x, spec.sqnr_db, spec.sqnr_db, spec.sqnr_db]) });
     parts.push({ id: "cell-sqnr", title: "Signal to quantization noise of the cast", y: "dB", lines, ...data(sqnr.map((p) => [p[0], p[1], p[3]]), ["least, dB", "greatest, dB"]) });
   }
   const shares = SHARES.map((measure, at) => ({ name: measure, colour: `role${at}`, points: pointsOf(map, measure, cell) })).filter((line) => line.points.length);
