@@ -69,19 +69,19 @@ def test_functions_are_told_the_rows_and_their_rewards_are_added() -> None:
         return [1.0, None]
 
     def two(completions: list[Any], **_: Any) -> list[float | None]:
-        return [None, 4.5] if len(completions) == 2 else []
+        return [0.5, 4.5] if len(completions) == 2 else []
 
     run = run_of(rows=[{"prompt": "p0", "answer": 0}, {"prompt": "p1", "answer": 1}, {"prompt": "p2", "answer": 2}])
     run._rewards = [checked(one, "one"), checked(two, "two")]
     run._chosen = [2, 0]
     run.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"{ids} {skip_special_tokens}")
-    assert run._score([[9], [8]], [[5, 6], [7]]) == [1.0, 4.5]
+    assert run._score([[9], [8]], [[5, 6], [7]]) == [1.5, 4.5]
     assert told == [{
         "prompts": ["p2", "p0"], "answer": [2, 0], "completions": ["[5, 6] True", "[7] True"],
         "completion_ids": [[5, 6], [7]],
     }]  # fmt: skip
     run.rows = [{"prompt": [{"role": "user", "content": "q"}]}] * 3
-    assert run._score([[9], [8]], [[5], [7]]) == [1.0, 4.5]
+    assert run._score([[9], [8]], [[5], [7]]) == [1.5, 4.5]
     assert told[-1]["completions"][1] == [{"role": "assistant", "content": "[7] True"}]
     run._rewards = [checked(lambda **_: [None, 1.0], "one")] * 2
     with pytest.raises(DataError, match="completion 0 of the batch has no reward: one, two gave None"):

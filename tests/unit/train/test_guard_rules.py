@@ -12,6 +12,7 @@ import narrowgauge as ng
 from narrowgauge.errors import CheckpointError
 from narrowgauge.numerics.measure import sqnr_db
 from narrowgauge.recipes.casts import MOMENTS
+from narrowgauge.train.guard_apply import widened
 from narrowgauge.train.guard_decisions import of_cast
 from narrowgauge.train.guard_ladder import is_last, next_wider
 from narrowgauge.train.guard_limits import Finding, Verdict, judge, normal_db
@@ -138,6 +139,30 @@ def test_moments_climb_to_float32() -> None:
     assert climb("exp_avg_sq", ng.CastSpec(F.UINT8), "flushed") == [repr(v), repr(ng.CastSpec(F.FP32))]
     assert climb("exp_avg_sq", ng.CastSpec(F.FP16, scale=ng.TENSOR_POW2), "flushed") == [repr(ng.CastSpec(F.FP32))]
     assert climb("exp_avg_sq", ng.CastSpec(F.FP32), "flushed") == []
+
+
+def test_a_widened_role_takes_its_second_use_with_it_and_no_other_layer() -> None:
+    recipe = ng.recipe("fp8_rowwise_gw_hp")
+    assert recipe.weight_for_grad_input is not None
+    found = widened(recipe, {("a", "weight"): BLOCKS, ("b[0].*", "input"): None}, False)
+    own = found.for_layer("a")
+    assert (own.weight, own.weight_for_grad_input, own.input) == (BLOCKS, None, recipe.input)
+    assert found.for_layer("b[0].*").input is None  # a name with the signs of a glob is that name
+    for name in ("c", "b0.x", "b[0].x", ""):
+        assert found.for_layer(name) == recipe.for_layer(name)
+    root = widened(recipe, {("", "input"): None}, False)  # a model that is one layer has no name
+    assert root.for_layer("").input is None
+    everything = widened(recipe, {("a", "weight"): BLOCKS}, True)
+    assert not everything.for_layer("a").quantizes_gemms and not everything.for_layer("c").quantizes_gemms
+
+
+def test_a_transform_goes_with_the_last_cast_that_it_prepares_for() -> None:
+    recipe = ng.recipe("nvfp4")
+    assert recipe.hadamard is not None
+    one = widened(recipe, {("a", "input"): None}, False)
+    both = widened(recipe, {("a", "input"): None, ("a", "grad_output"): None}, False)
+    assert one.for_layer("a").hadamard == recipe.hadamard and both.for_layer("a").hadamard is None
+    assert both.for_layer("b").hadamard == recipe.hadamard
 
 
 BAD, MEANWHILE, GOOD = Verdict.TROUBLE, Verdict.INSIDE, Verdict.CALM
