@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -109,13 +110,13 @@ def test_what_is_in_the_compute_dtype_has_no_limit() -> None:
 
 
 def test_the_step_at_which_the_schedule_goes_on_is_not_held_against_the_next_recipes_casts() -> None:
-    recipe = ng.recipe("fp8_current").switch_at(
-        2, ng.recipe("fp8_current").replace(name="next", input=ng.CastSpec(F.E5M2))
-    )
+    """E5M2 has 6 dB less than E4M3: what is as it should be in the one is in trouble by the other's limit."""
+    first = ng.recipe("fp8_current").replace(name="first", input=ng.CastSpec(F.E5M2))
+    recipe = first.switch_at(2, "fp8_current")
     model, optimizer = prepared(recipe)
-    guard = Guard(model, optimizer, recipe, quiet(input=STRICT))
-    told = train(model, optimizer, guard, range(1, 4))
-    assert {(d.step, d.before) for d in told} == {(1, str(ng.CastSpec(F.E4M3FN))), (3, str(ng.CastSpec(F.E5M2)))}
+    guard = Guard(model, optimizer, recipe, quiet(input=LimitsConfig(sqnr_drop_db=3.0)))
+    assert train(model, optimizer, guard, range(1, 5)) == []
+    assert guard.recipe.name == "fp8_current"
 
 
 def test_a_way_back_before_a_switch_is_a_way_back_to_the_recipe_of_before() -> None:
@@ -156,7 +157,7 @@ def test_moments_of_before_a_promotion_are_filled_again_after_a_way_back() -> No
     train(model, optimizer, guard, range(1, 3))
     first, second = (storage.decode(optimizer.state[weight][name], weight.shape) for name in ("exp_avg", "exp_avg_sq"))
     assert int(((second == 0) & (first != 0)).sum()) > 100
-    states["optimizer"] = optimizer.state_dict()
+    states["optimizer"] = copy.deepcopy(optimizer.state_dict())
     assert [d.action for d in train(model, optimizer, guard, range(3, 5))] == ["promote"]
     assert [d.action for d in guard.end(5, math.nan)] == ["promote", "rollback"]
     first, second = (storage.decode(optimizer.state[weight][name], weight.shape) for name in ("exp_avg", "exp_avg_sq"))
