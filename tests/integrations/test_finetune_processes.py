@@ -48,7 +48,7 @@ HELD_OUT = ("--eval-data", "held_out.jsonl", "--statistics-every", "2")
 WIDE = ("--recipe", "fp32", "--steps", "3", "--accumulation", "2")
 FOUR = ("--steps", "4", "--save-every", "2")
 ANSWERS = ("--reward", "tiny_rewards:digits", "--generations", "4", "--max-completion", "8", "--beta", "0.1")
-SAMPLED = ("--steps", "3", *ANSWERS)
+SAMPLED = ("--steps", "3", *ANSWERS, "--eval-data", "asked.jsonl")
 JOBS: dict[str, list[str]] = {
     "epoch": words("sft", "chats", "runs/epoch", *HELD_OUT),
     "wide": words("sft", "chats", "runs/wide", *WIDE, "--eval-data", "held_out.jsonl"),
@@ -85,6 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model")
     for name, records in (("chats", CHATS), ("pairs", PAIRS), ("prompts", PROMPTS), ("held_out", CHATS[:5])):
         write_lines(folder / f"{name}.jsonl", records)
+    write_lines(folder / "asked.jsonl", PROMPTS[:2])
     (folder / "broken.jsonl").write_text('{"messages": []}\n{"text": 1\n')
     (folder / "tiny_rewards.py").write_text(REWARDS)
     for rank in (0, 1):
@@ -229,8 +230,9 @@ def test_dpo_begins_at_the_reference(place: Path, found: Found) -> None:
 
 def test_grpo_samples_on_each_process_under_the_recipe(place: Path, found: Found) -> None:
     one, other = (found["grpo", rank] for rank in (0, 1))
-    assert len(one["sampled"]) == len(other["sampled"]) == 6 and one["sampled"] != other["sampled"]
-    assert one["autocast"] == [True] * 3
+    # of 3 steps, and of one held-out batch with a group for each of two prompts
+    assert len(one["sampled"]) == len(other["sampled"]) == 3 * 2 + 2 * 2 and one["sampled"] != other["sampled"]
+    assert one["autocast"] == [True] * 5
     assert rows(place, "grpo", "step")[0]["kl"] == 0.0
     assert "kl" in rows(place, "grpo", "step")[1]
 

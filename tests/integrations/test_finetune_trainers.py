@@ -25,6 +25,16 @@ def test_parameters_may_stay_unused_among_listed_experts_and_beside_other_senses
 
 
 @pytest.mark.parametrize(
+    ("batch_size", "processes", "generations", "expected"),
+    [(8, 0, 8, 8), (4, 1, 8, 8), (2, 2, 8, 4), (2, 2, 4, 2), (3, 2, 4, 6), (6, 1, 4, 12)],
+)
+def test_held_out_answers_are_whole_groups(batch_size: int, processes: int, generations: int, expected: int) -> None:
+    given = {"batch_size": batch_size, "processes": processes, "generations": generations}
+    assert finetune_trainers.answers_held_out(GRPOConfig(model="m", data="d.jsonl", **given)) == expected
+    assert expected * max(processes, 1) % generations == 0
+
+
+@pytest.mark.parametrize(
     ("kind", "more", "processes", "needed"),
     [
         (SFTConfig, {}, 1, 1),

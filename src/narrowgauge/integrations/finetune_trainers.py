@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ def _reward(config: RewardConfig, loaded: Loaded, common: dict[str, Any], shared
 def _grpo(
     config: GRPOConfig, loaded: Loaded, common: dict[str, Any], shared: dict[str, Any], rewards: Sequence[Reward]
 ) -> Any:
+    common["per_device_eval_batch_size"] = answers_held_out(config)
     arguments = trl.GRPOConfig(
         **common,
         num_generations=config.generations,
@@ -167,6 +169,12 @@ def _grpo(
         beta=config.beta,
     )
     return trainers.GRPOTrainer(loaded.model, reward_funcs=list(rewards), args=arguments, **shared)
+
+
+def answers_held_out(config: GRPOConfig) -> int:
+    """Answers of a held-out batch on each process: as many as in training, or more, until those of all are groups."""
+    together = config.batch_size * max(config.processes, 1)
+    return config.batch_size * (config.generations // math.gcd(together, config.generations))
 
 
 _TRAINERS: dict[type[FinetuneConfig], Callable[..., Any]] = {
