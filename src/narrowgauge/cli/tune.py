@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MILLI = 1e3
 # of a run, what tuning has no use for
 _RUN_ONLY = ("name",)
+# weights are the same whatever processes they were trained on; a micro-batch is what each of them read
+_ONE_PROCESS = [f"--parallel.{name}=1" for name in ("data", "shard", "tensor", "pipeline")]
 
 
 def tune(argv: Sequence[str]) -> int:
@@ -42,7 +44,7 @@ def tune(argv: Sequence[str]) -> int:
     from narrowgauge.train.run_folder import RunFolder
 
     if arguments.run is not None:
-        rest = ["--config", str(RunFolder.open(arguments.run).config), *rest]
+        rest = ["--config", str(RunFolder.open(arguments.run).config), *_ONE_PROCESS, *rest]
     _refuse(rest)
     config = parse_arguments(rest).config
 

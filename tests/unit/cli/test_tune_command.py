@@ -80,3 +80,16 @@ def test_a_terminal_has_one_live_line_and_a_pipe_a_line_for_each_stage() -> None
         shown[is_terminal] = file.getvalue()
     assert shown[False] == "encoding ...\ntraining ...\nreading ...\n"
     assert "training: done" in shown[True] and "reading" in shown[True]  # what was shown between depends on the clock
+
+
+def test_a_run_of_several_processes_is_tuned_in_one(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "par"
+    run.mkdir()
+    (run / "config.yaml").write_text("parallel: {data: 2, tensor: 2}\ndata: {corpus: nothing/*.txt}\n")
+    seen = []
+    monkeypatch.setattr("narrowgauge.tune.tuner.Start.of_run", lambda run: seen.append(run))
+    assert main(["tune", str(run)]) == 2  # there is no text
+    assert "nothing/*.txt" in capsys.readouterr().err and seen == [str(run)]
+    assert main(["tune", str(run), "--parallel.data", "2"]) == 2
+    assert "parallel: expected one process" in capsys.readouterr().err
