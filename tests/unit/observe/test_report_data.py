@@ -66,6 +66,8 @@ def test_names_with_markup_stay_text(tmp_path):
 
     Tags().feed(html)
     assert Tags.seen.count("script") == 2 and "img" not in Tags.seen
+    block = html.split('id="data">')[1].split("</script>")[0]
+    assert not set("<>&") & set(block) and EVIL in json.loads(block)["runs"][0]["precision"]["layers"]
     assert EVIL not in html and "&lt;script&gt;alert(1)" in html  # the text without JavaScript
     for picture in figures(report_data([RunReader(folder)])).values():
         assert "<script" not in picture
