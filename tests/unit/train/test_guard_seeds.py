@@ -1,0 +1,45 @@
+"""Histories of delayed scales where the guard changes casts: some go on, others begin with what was last seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.train.guard_apply import take_up_casts
+
+CURRENT = ng.CastSpec(ng.formats.E4M3FN)
+
+
+def delayed_input(length: int) -> ng.Recipe:
+    spec = ng.CastSpec(ng.formats.E4M3FN, scale=ng.Delayed(history_length=length))
+    return ng.recipe("fp8_delayed", first_last=0).resolve("cpu").for_layers("0", input=spec)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_role_that_comes_to_have_a_history_begins_with_one_finished_step(length: int) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    recipe = delayed_input(length)
+    ng.convert(model, recipe.for_layers("0", input=CURRENT))
+    layer = model[0]
+    known = {"weight_amax_history": 7.0, "weight_quant_scale": 0.5, "amax_rolls": 5, "amax_pending": True}
+    for name, value in known.items():
+        layer.get_buffer(name).fill_(value)
+    take_up_casts(model, recipe, {("0", "input"): 3.0}, at_step=True)
+    # slot 0 is live, and the last one the newest finished; of a history of one step there is only the live one
+    assert layer.get_buffer("input_amax_history").tolist() == ([0.0] if length == 1 else [0.0, 0.0, 0.0, 3.0])
+    assert layer.get_buffer("input_quant_scale").item() == torch.tensor(448.0).div(3.0).item()
+    for name, value in known.items():
+        assert bool((layer.get_buffer(name) == value).all()), name
+    assert all(each.rolls_at_step for each in model)
+    assert not model[1].get_buffer("input_amax_history").any()  # it has not changed
+
+
+def test_without_a_seed_a_history_begins_empty() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    recipe = delayed_input(4)
+    ng.convert(model, recipe.for_layers("0", input=CURRENT))
+    take_up_casts(model, recipe, {("0", "weight"): 3.0}, at_step=False)
+    assert not model[0].get_buffer("input_amax_history").any() and model[0].get_buffer("input_quant_scale") == 1.0
+    assert not model[0].rolls_at_step
