@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.train.guard_apply import take_up_casts
+from narrowgauge.numerics.rounding import NEAREST_EVEN, NONZERO
+from narrowgauge.recipes.casts import MOMENTS
+from narrowgauge.train.guard_apply import Moments, take_up_casts
 
 CURRENT = ng.CastSpec(ng.formats.E4M3FN)
 
@@ -43,3 +45,23 @@ def test_without_a_seed_a_history_begins_empty() -> None:
     take_up_casts(model, recipe, {("0", "weight"): 3.0}, at_step=False)
     assert not model[0].get_buffer("input_amax_history").any() and model[0].get_buffer("input_quant_scale") == 1.0
     assert not model[0].rolls_at_step
+
+
+def test_a_second_moment_that_is_kept_otherwise_keeps_what_is_not_zero() -> None:
+    p = nn.Parameter(torch.randn(32, 128))
+    optimizer = ng.optim.AdamW(
+        [("p", p)], exp_avg_sq=ng.CastSpec(ng.formats.UINT8), keep_nonzero=False, min_state_size=0
+    )
+    p.grad = torch.randn(32, 128)
+    optimizer.step()
+    moments = Moments(optimizer, nn.Module())
+
+    def rounding() -> object:
+        spec = moments.spec(p, "exp_avg_sq")
+        return None if spec is None else spec.rounding
+
+    assert rounding() == NEAREST_EVEN
+    moments.keep(p, "exp_avg", MOMENTS[8][0])  # the first is none of that
+    assert rounding() == NEAREST_EVEN
+    moments.keep(p, "exp_avg_sq", ng.CastSpec(ng.formats.UINT8, ng.Block(1, 128)))
+    assert rounding() == NONZERO
