@@ -65,3 +65,19 @@ def test_a_second_moment_that_is_kept_otherwise_keeps_what_is_not_zero() -> None
     assert rounding() == NEAREST_EVEN
     moments.keep(p, "exp_avg_sq", ng.CastSpec(ng.formats.UINT8, ng.Block(1, 128)))
     assert rounding() == NONZERO
+
+
+@pytest.mark.parametrize(("betas", "is_bounded"), [((0.9, 0.95), True), ((0.95, 0.93), True), ((0.99, 0.9), False)])
+def test_zeros_of_second_moments_become_the_bound_where_the_first_is_none(betas, is_bounded) -> None:
+    p = nn.Parameter(torch.ones(1, 4))
+    optimizer = ng.optim.AdamW([("p", p)], betas=betas)
+    p.grad = torch.ones(1, 4)
+    optimizer.step()
+    state, moments = optimizer.state[p], Moments(optimizer, nn.Module())
+    state["exp_avg"].copy_(torch.tensor([[2.0, 0.0, -2.0, 0.0]]))
+    state["exp_avg_sq"].copy_(torch.tensor([[0.0, 0.0, 5.0, 7.0]]))
+    assert moments.lost(p) == 0.5  # of two whose first moment is none, one
+    moments.refill(p)
+    beta1, beta2 = betas
+    bound = 4 * (1 - beta2) * (1 - beta1**2 / beta2) / (1 - beta1) ** 2 if is_bounded else 0.0
+    assert state["exp_avg_sq"].tolist() == [[pytest.approx(bound, rel=1e-6), 0.0, 5.0, 7.0]]
