@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +58,8 @@ def tune(argv: Sequence[str]) -> int:
     from narrowgauge.tune.tuner import tune as run_tuner
 
     start = None if arguments.run is None else Start.of_run(arguments.run)
-    with Reporter(as_json=arguments.json) as reporter:
+    quiet = _stdout_to_stderr() if arguments.json else contextlib.nullcontext()
+    with quiet, Reporter(as_json=arguments.json) as reporter:
         found = run_tuner(config, options, reporter, start)
     text = recipe_text(found.recipe, _comment(found, argv))
     if arguments.picture:
@@ -108,6 +112,19 @@ def _parser() -> Parser:
     parser.add_argument("--recipe-name", metavar="NAME", help="in the file; default: tuned")
     parser.add_json_option()
     return parser
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """For what writes to standard output from C, as HiGHS 1.12 now and then does: JSON has it for itself."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _divided(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:

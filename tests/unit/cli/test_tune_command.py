@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from narrowgauge.cli.main import main
-from narrowgauge.cli.tune import Reporter, _divided, _parser
+from narrowgauge.cli.tune import Reporter, _divided, _parser, _stdout_to_stderr
 from narrowgauge.tune.options import Progress
 
 
@@ -93,3 +94,11 @@ def test_a_run_of_several_processes_is_tuned_in_one(capsys, tmp_path: Path, monk
     assert "nothing/*.txt" in capsys.readouterr().err and seen == [str(run)]
     assert main(["tune", str(run), "--parallel.data", "2"]) == 2
     assert "parallel: expected one process" in capsys.readouterr().err
+
+
+def test_what_libraries_print_goes_to_standard_error(capfd) -> None:
+    with _stdout_to_stderr():
+        os.write(1, b"from C")
+    os.write(1, b"after")
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("after", "from C")
