@@ -74,9 +74,9 @@ def test_zeros_of_second_moments_become_the_bound_where_the_first_is_none(betas,
     p.grad = torch.ones(1, 4)
     optimizer.step()
     state, moments = optimizer.state[p], Moments(optimizer, nn.Module())
-    state["exp_avg"].copy_(torch.tensor([[2.0, 0.0, -2.0, 0.0]]))
+    state["exp_avg"].copy_(torch.tensor([[2.0, 0.0, -2.0, 1.0]]))
     state["exp_avg_sq"].copy_(torch.tensor([[0.0, 0.0, 5.0, 7.0]]))
-    assert moments.lost(p) == 0.5  # of two whose first moment is none, one
+    assert moments.lost(p) == pytest.approx(1 / 3)  # of three whose first moment is not zero
     moments.refill(p)
     beta1, beta2 = betas
     bound = 4 * (1 - beta2) * (1 - beta1**2 / beta2) / (1 - beta1) ** 2 if is_bounded else 0.0
