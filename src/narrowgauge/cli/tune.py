@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import shlex
@@ -117,14 +118,21 @@ def _parser() -> Parser:
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     """For what writes to standard output from C, as HiGHS 1.12 now and then does: JSON has it for itself."""
-    sys.stdout.flush()
+    _flush()
     kept = os.dup(1)
     try:
         os.dup2(2, 1)
         yield
     finally:
+        _flush()  # to a pipe or a file, both keep what they print until later
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def _flush() -> None:
+    """Write out what Python and C have of standard output."""
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _divided(argv: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:

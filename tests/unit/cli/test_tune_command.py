@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,20 @@ def test_what_libraries_print_goes_to_standard_error(capfd) -> None:
     os.write(1, b"after")
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("after", "from C")
+
+
+PRINTING = """
+import ctypes
+from narrowgauge.cli.tune import _stdout_to_stderr
+with _stdout_to_stderr():
+    ctypes.CDLL(None).printf(b"from C, ")
+    print("from Python")
+print("after")
+"""
+
+
+def test_what_libraries_keep_for_later_goes_to_standard_error_too() -> None:
+    """To a pipe, C and Python write once their buffers are full, or at the end."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", PRINTING], env=buffered, capture_output=True, text=True, check=True)
+    assert done.stdout == "after\n" and "from C, " in done.stderr and "from Python" in done.stderr
