@@ -14,6 +14,8 @@ import pytest
 
 from narrowgauge.observe import journal
 from narrowgauge.train import folder as folders
+from narrowgauge.train import loop
+from narrowgauge.train.assemble import Parts
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.run_folder import RunFolder
 
@@ -130,3 +132,19 @@ def sums_taken(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(folders, "_sha256", lambda path: read.append(path) or sum_of(path))
     monkeypatch.setattr(folders, "seal", lambda file: {"bytes": file.stat().st_size, "sha256": sum_of(file)})
     return read
+
+
+@pytest.fixture
+def with_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Parts], None]], None]:
+    """Let every run be trained on parts that a function has changed."""
+    real = loop.assemble
+
+    def install(fault: Callable[[Parts], None]) -> None:
+        def changed(*args: Any, **kwargs: Any) -> Parts:
+            parts = real(*args, **kwargs)
+            fault(parts)
+            return parts
+
+        monkeypatch.setattr(loop, "assemble", changed)
+
+    return install

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
+from guarded_run import LAYER, batch_of, changes, stale
 from narrowgauge.cli.main import main
 from narrowgauge.observe.journal import Journal
 from narrowgauge.optim.base import LowPrecisionOptimizer
-from narrowgauge.train import loop
 from narrowgauge.train.assemble import Parts
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.events import Event, Finished, GuardActed, Status
@@ -23,41 +23,7 @@ from narrowgauge.train.loop import resume, run
 from narrowgauge.train.run_folder import RunFolder
 from narrowgauge.train.trained import Trained
 
-LAYER = "blocks.0.mlp.gate_up"
-CHANGES: dict[str, Any] = {
-    "recipe": "fp8_delayed", "steps": 12, "save_every": 2, "eval_every": 6, "keep_last": 20, "statistics_every": 0,
-    "guard": {"mode": "act", "every": 4, "calm": 2},
-}  # fmt: skip
-
-
-@pytest.fixture
-def with_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Parts], None]], None]:
-    """Let every run be trained on parts that a function has changed."""
-    real = loop.assemble
-
-    def install(fault: Callable[[Parts], None]) -> None:
-        def changed(*args: Any, **kwargs: Any) -> Parts:
-            parts = real(*args, **kwargs)
-            fault(parts)
-            return parts
-
-        monkeypatch.setattr(loop, "assemble", changed)
-
-    return install
-
-
-def batch_of(parts: Parts) -> int:
-    """The number of the batch in hand, from 1, which a resumed run knows, too."""
-    return parts.stream.position // parts.stream.batch_size
-
-
-def stale(parts: Parts) -> None:
-    """In one batch a layer reads 2^30 x, and its output is divided by that: the history keeps the amax."""
-    layer = parts.model.get_submodule(LAYER)
-    layer.register_forward_pre_hook(
-        lambda m, args: (args[0] * 2.0**30,) if m.training and batch_of(parts) == 5 else None
-    )
-    layer.register_forward_hook(lambda m, _, out: out / 2.0**30 if m.training and batch_of(parts) == 5 else None)
+CHANGES = changes(calm=2)
 
 
 def poison(bad: range) -> Callable[[Parts], None]:

@@ -10,40 +10,28 @@ from typing import Any
 import pytest
 
 import narrowgauge as ng
+from guarded_run import LAYER, changes, stale
 from narrowgauge.cli.main import main
 from narrowgauge.errors import ConfigError
 from narrowgauge.observe.journal import Journal
-from narrowgauge.train import loop
 from narrowgauge.train.assemble import Parts
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.loop import resume, run
 from narrowgauge.train.run_folder import RunFolder
 
-LAYER = "blocks.0.mlp.gate_up"
-CHANGES: dict[str, Any] = {
-    "recipe": "fp8_delayed", "steps": 12, "save_every": 2, "eval_every": 6, "keep_last": 20, "statistics_every": 0,
-    "guard": {"mode": "act", "every": 4, "calm": 1},
-}  # fmt: skip
+CHANGES = changes(calm=1)
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
-    """Of every run; its layer reads 2^30 x in the fifth batch, and its output is divided by that."""
-    real, seen = loop.assemble, []
+def parts(with_fault: Callable[[Callable[[Parts], None]], None]) -> list[Parts]:
+    """Of every run, with its fault."""
+    seen: list[Parts] = []
 
-    def changed(*args: Any, **kwargs: Any) -> Parts:
-        parts = real(*args, **kwargs)
-        layer = parts.model.get_submodule(LAYER)
-
-        def is_on(m: Any) -> bool:
-            return m.training and parts.stream.position // parts.stream.batch_size == 5
-
-        layer.register_forward_pre_hook(lambda m, args: (args[0] * 2.0**30,) if is_on(m) else None)
-        layer.register_forward_hook(lambda m, _, out: out / 2.0**30 if is_on(m) else None)
+    def install(parts: Parts) -> None:
+        stale(parts)
         seen.append(parts)
-        return parts
 
-    monkeypatch.setattr(loop, "assemble", changed)
+    with_fault(install)
     return seen
 
 
