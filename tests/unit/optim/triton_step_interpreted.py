@@ -27,7 +27,7 @@ from narrowgauge.numerics.rounding import NONZERO
 from narrowgauge.numerics.scaling import CURRENT
 from narrowgauge.optim import storage
 from narrowgauge.optim.kernels import cuda
-from narrowgauge.optim.rules import Rule
+from narrowgauge.optim.rules import Adam, Rule
 from narrowgauge.optim.update import Item, update
 from narrowgauge.recipes.cast_spec import CastSpec
 
@@ -61,6 +61,15 @@ def check_scaled() -> None:
     check(Rule.ADAM, make("residual", "e4m3", (CastSpec(FP16, scale=CURRENT), UNSIGNED), adam, (3, 333), 1))
     for rule, hyper, moments in HYPERS[2:6]:
         check(rule, make("copied", "fp32", whole[:moments], hyper, (9, 384), 2))
+    for spec in (*(CastSpec(fmt, rounding=NONZERO) for fmt in (E4M3FN, E5M2)), HALF_NONZERO):
+        # second moments that begin with this step, far below the least value of their format
+        item = make("scaled", "fp32", FIRST[:1] * 2, adam, (4, 300), 4)
+        second = torch.zeros_like(item.grad)
+        second[0, 0] = 1e4
+        check(Rule.ADAM, item._replace(moments=(item.moments[0], storage.encode(second, spec))))
+    # beyond the last value of a tile there is 0 / 0, which is no amax
+    item = make("scaled", "fp32", whole, Adam.at(3, 1e-3, (0.9, 0.99), 0.0, 0.1, decoupled=True), (3, 333), 5)
+    check(Rule.ADAM, item._replace(grad=torch.full_like(item.grad, 1e-2)))
     for value in (0.0, torch.inf, torch.nan):
         item = make("copied", "fp32", whole, adam._replace(decay=1.0), (4, 300), 3)
         grad = torch.zeros_like(item.grad) if value == 0.0 else item.grad.clone()
