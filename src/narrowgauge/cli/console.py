@@ -31,13 +31,37 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     if not sys.stdout.isatty():
         print("\n".join(_plain_table(title, columns, cells, numeric)), end="\n\n")
         return
+    console = output()
+    blanks, widths = _terminal_widths(columns, cells, console.width)
     look = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "pad_edge": False}
-    table = Table(title=title or None, show_header=any(columns), **look)
-    for column, is_number in zip(columns, numeric, strict=True):
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    padding = (0, int(blanks > 1), 0, int(blanks > 2))  # one more blank is the box's own
+    table = Table(title=title or None, show_header=any(columns), padding=padding, **look)
+    for column, is_number, width in zip(columns, numeric, widths, strict=True):
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold", width=width)
     for row in cells:
         table.add_row(*map(Text, row))
-    output().print(table)
+    console.print(table)
+
+
+def _terminal_widths(columns: Sequence[str], cells: Sequence[Sequence[str]], room: int) -> tuple[int, list[int]]:
+    """How many blanks stand between two columns, and the columns' widths, for lines of `room` characters.
+
+    Where the cells do not fit as they are, the widest columns give way: down to their longest word, then to the longest
+    word below the header, and only then further. rich by itself halves names while a column of prose stays wide.
+    """
+    texts = [[column, *(row[index] for row in cells)] for index, column in enumerate(columns)]
+    widths = [max(map(len, column)) for column in texts]
+    words = [[max(map(len, text.split()), default=1) for text in column] for column in texts]
+    columns_least = [max(column) for column in words]
+    cells_least = [max(column[1:], default=1) for column in words]
+    blanks = next((n for n in (3, 2) if 2 + sum(columns_least) + n * (len(columns) - 1) <= room), 1)
+    excess = 2 + sum(widths) + blanks * (len(columns) - 1) - room  # 2: the table's edges
+    for least in (columns_least, cells_least, [1] * len(words)):
+        while excess > 0 and any(width > low for width, low in zip(widths, least, strict=True)):
+            widest = max(range(len(widths)), key=lambda index: (widths[index] > least[index], widths[index]))
+            widths[widest] -= 1
+            excess -= 1
+    return blanks, widths
 
 
 def _plain_table(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,3 +151,32 @@ def test_result_files_are_strict_and_a_figure_that_is_no_number_has_missed(tmp_p
     assert found["figures"]["gap"]["measured"] == math.inf and math.isnan(found["figures"]["speed"]["measured"])
     assert not any(map(tables.is_met, found["figures"].values()))
     assert "gap: inf, goal <= 1" in tables.summary({"cpu-guard": found | {"command": "python benchmarks/guard.py"}})
+
+
+def on_a_terminal(monkeypatch, columns: int) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+
+def without_styles(shown: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown)
+
+
+def test_on_a_narrow_terminal_no_word_is_broken_while_prose_could_give_way(monkeypatch, capsys):
+    on_a_terminal(monkeypatch, 60)
+    why = "this processor multiplies no such format: codes are carried in a wider one"
+    print_table(
+        "", ["name", "why", "bytes"], [["fp8_rowwise_gw_hp", why, "FP32+FP32"], ["narrow8_sr", why, "INT8+UINT8"]]
+    )
+    shown = without_styles(capsys.readouterr().out)
+    assert all(len(line) <= 60 for line in shown.splitlines())
+    assert {"fp8_rowwise_gw_hp", "narrow8_sr", "FP32+FP32", "INT8+UINT8", *why.split()} <= set(shown.split())
+
+
+def test_a_terminal_that_is_too_narrow_for_words_breaks_headers_before_names(monkeypatch, capsys):
+    on_a_terminal(monkeypatch, 80)
+    assert main(["chart"]) == 0
+    shown = without_styles(capsys.readouterr().out)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert {*recipe_names(), "FP32+FP32", "INT8+UINT8"} <= set(shown.split())
