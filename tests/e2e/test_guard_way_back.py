@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """
     real = loop.assemble
 
-    def install(bad: range, look: Callable[[Parts, int], None] = lambda parts, batch: None) -> list[int]:
+    def install(bad: Container[int], look: Callable[[Parts, int], None] = lambda parts, batch: None) -> list[int]:
         read: list[int] = []
 
         def changed(*args: Any, **kwargs: Any) -> Parts:
@@ -90,7 +90,7 @@ def test_batches_are_left_out_by_their_number_where_a_step_takes_several(make_co
 
 
 def test_skips_of_the_path_not_taken_are_not_counted(make_config, poisoned) -> None:
-    """Three in a row are fewer than five, and of three ways back none goes on counting."""
+    """Three in a row are fewer than five, and of three ways back none goes on counting; that of step 2 is."""
     counted: list[int] = []
 
     def look(parts: Parts, batch: int) -> None:
@@ -98,13 +98,13 @@ def test_skips_of_the_path_not_taken_are_not_counted(make_config, poisoned) -> N
         assert skips is not None
         counted.append(skips.skips_in_a_row)
 
-    read = poisoned(range(7, 20), look)
+    read = poisoned({2, *range(7, 20)}, look)
     events: list[Event] = []
     folder = run(make_config("a", **CHANGES | {"max_skips": 4}), events.append).run_dir
     assert len(rollbacks(folder)) == 3
-    assert counted == [0] * 6 + [0, 1, 2] * 3 + [0] * 6 and len(read) == 21
+    assert counted == [0, 0, 1, 0, 0, 0] + [0, 1, 2] * 3 + [0] * 6 and len(read) == 21
     (finished,) = (event for event in events if isinstance(event, Finished))
-    assert finished.skipped_steps == 0
+    assert finished.skipped_steps == 1
 
 
 def test_a_checkpoint_that_is_still_being_written_is_waited_for(

@@ -185,3 +185,34 @@ def test_groups_of_answers_may_span_processes() -> None:
     config.check()
     with pytest.raises(ConfigError, match="batch_size=2 x accumulation=1: expected a multiple of generations=4"):
         dataclasses.replace(config, processes=1).check()
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_models_in_parts_by_accelerate_launch_are_refused(name, monkeypatch, capsys) -> None:
+    def prepare_libraries() -> None:
+        raise ConfigError("it goes on")
+
+    monkeypatch.setattr("narrowgauge.cli.finetune.prepare_libraries", prepare_libraries)
+    for value, is_refused in (("true", True), ("True", True), ("1", True), ("False", False), ("0", False), ("", False)):
+        monkeypatch.setenv(f"ACCELERATE_USE_{name}", value)
+        assert main(["sft", *HERE]) == 2
+        expected = f"ACCELERATE_USE_{name}={value}: expected processes that each have the whole model"
+        assert (expected if is_refused else "it goes on") in capsys.readouterr().err
+
+
+def test_what_is_no_file_of_text_and_no_mapping_is_told_as_such(tmp_path, capsys) -> None:
+    path = tmp_path / "config.yaml"
+    for data in (b"model: \xff\n", None):
+        path.unlink(missing_ok=True) if data is None else path.write_bytes(data)
+        assert main(["sft", "--config", str(path)]) == 2
+        assert f"--config {path}: expected a YAML file in UTF-8, found: " in capsys.readouterr().err
+    for text in ("{a", "3", "[a]"):
+        assert main(["sft", *HERE, "--recipe-fields", text]) == 2
+        assert f"expected keys and values as {{key: value}}, found '{text}'" in capsys.readouterr().err
+
+
+def test_help_names_the_defaults_that_there_are(capsys) -> None:
+    assert main(["sft", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"(default: {SFTConfig(model='m', data='d').batch_size})" in shown
+    assert "(default: None)" not in shown and "(default: False)" not in shown
