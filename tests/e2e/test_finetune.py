@@ -127,6 +127,19 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_never_had(files: Path, model: P
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("steps", ["3", "4"])  # within an epoch of four steps, and at its end
+def test_a_run_that_is_done_takes_no_step_more(steps: str, files: Path, model: Path, capsys) -> None:
+    more = ("--steps", steps, "--eval-data", "held_out.jsonl", "--eval-every", "2")
+    assert main(words("sft", model, "chats.jsonl", "runs/a", *more)) == 0
+    assert [row["step"] for row in rows("runs/a", "evaluation")] == [2, int(steps)]  # the last one once
+    before, exported = rows("runs/a", "step"), weights(Path("runs/a/model"))
+    capsys.readouterr()
+    assert main(["resume", "runs/a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == int(steps)
+    assert rows("runs/a", "step") == before and FinetuneRun(Path("runs/a")).steps()[-1] == int(steps)
+    assert all(torch.equal(value, exported[name]) for name, value in weights(Path("runs/a/model")).items())
+
+
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while that step is at work, once."""
     from narrowgauge.integrations.finetune_watch import Watch

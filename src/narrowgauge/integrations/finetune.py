@@ -43,7 +43,7 @@ from narrowgauge.integrations.finetune_ranks import (
 from narrowgauge.integrations.finetune_rewards import reward_function
 from narrowgauge.integrations.finetune_run import FinetuneRun, step_of
 from narrowgauge.integrations.finetune_trainers import make_trainer
-from narrowgauge.integrations.finetune_watch import Watch
+from narrowgauge.integrations.finetune_watch import NothingLeft, Watch
 from narrowgauge.observe.journal import cut
 from narrowgauge.observe.journal_rows import Row
 from narrowgauge.observe.journal_writer import JournalWriter
@@ -224,9 +224,13 @@ def _by_trainer(config: FinetuneConfig, trainer: Any, watch: Watch) -> tuple[int
         trainer.recipe_callback.journal = CallbackJournal(watch.journal, owns_steps=False)
     trainer.verified = start
     with watch.interruption:
-        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(start) if start else None)
+        except NothingLeft:
+            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+            trainer.is_in_train = False
         step, steps = trainer.state.global_step, trainer.state.max_steps
-        was_evaluated = bool(config.eval_every) and step % config.eval_every == 0
+        was_evaluated = watch.evaluated_at == step or (bool(config.eval_every) and step % config.eval_every == 0)
         if step >= steps and trainer.eval_dataset is not None and not was_evaluated:
             trainer.evaluate()
     return step, steps

@@ -26,6 +26,10 @@ _RATE = "learning_rate"
 _TOKENS = "num_tokens"
 
 
+class NothingLeft(Exception):
+    """A run that goes on has all of its steps behind it."""
+
+
 class Watch(TrainerCallback):
     """Turns a trainer's log into rows and events. `trainer` is set once it is made."""
 
@@ -39,6 +43,7 @@ class Watch(TrainerCallback):
         self.resumed_from: Path | None = None
         self.figures: dict[str, float] = {}  # of the last step
         self.held_out: dict[str, float] | None = None
+        self.evaluated_at: int | None = None  # the last step after which held-out examples were read
         self.step = 0
         self.wire: int | None = None  # bytes that this process has sent in the last step
         self.tokens_before = 0.0  # in the steps before the checkpoint: TRL counts from there again
@@ -85,6 +90,11 @@ class Watch(TrainerCallback):
     def start_clock(self) -> None:
         """A step begins."""
         self._began_s = time.monotonic()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Raise NothingLeft where all steps are done: transformers looks whether they are after each step only."""
+        if state.global_step >= state.max_steps:
+            raise NothingLeft
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Stop where a signal asked for it, after a checkpoint."""
@@ -136,7 +146,7 @@ class Watch(TrainerCallback):
         if self.config.task == "sft" and loss is not None:
             figures["perplexity"] = math.exp(loss) if loss < 709 else math.inf  # exp(709.8) is the largest double
         self._add_earlier(figures)
-        self.held_out = figures
+        self.held_out, self.evaluated_at = figures, self.step
         self._write("evaluation", **figures)
         self.on_event(HeldOut(step=self.step, figures=figures))
         self._began_s = time.monotonic()
