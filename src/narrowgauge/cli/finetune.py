@@ -114,9 +114,11 @@ def prepare_libraries(*, most_processes: int | None = None) -> None:
     command can use.
     """
     if most_processes is not None and world_size() > most_processes:
-        raise ConfigError(
-            f"expected at most {most_processes} process, torchrun started {world_size()}: start this command without it"
-        )
+        with told_once():
+            raise ConfigError(
+                f"expected at most {most_processes} process, torchrun started {world_size()}: start this command "
+                "without it"
+            )
     for package, least in _REQUIRED.items():
         require(package, least, "narrowgauge[hf]")
     if "" not in sys.path and os.getcwd() not in sys.path:

@@ -112,8 +112,11 @@ def _dispatch(argv: list[str]) -> int:
         print(f"narrowgauge {narrowgauge.__version__}")
         return EXIT_DONE
     if name not in COMMANDS:
+        from narrowgauge.cli.processes import told_once
+
         kind = "option" if name.startswith("-") else "command"
-        raise ConfigError(f"unknown {kind} '{name}'{closest(name, ['--help', '--version', *COMMANDS])}")
+        with told_once():
+            raise ConfigError(f"unknown {kind} '{name}'{closest(name, ['--help', '--version', *COMMANDS])}")
     command = COMMANDS[name]
     module = importlib.import_module(f"narrowgauge.cli.{command.module}")
     return getattr(module, command.function)(rest)

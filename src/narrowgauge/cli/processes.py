@@ -61,10 +61,11 @@ def process_group(config: TrainConfig) -> Iterator[None]:
     found, wanted = world_size(), config.parallel.ranks
     if found != wanted:
         started = f"torchrun started {found}" if "WORLD_SIZE" in os.environ else "found one"
-        raise ConfigError(
-            f"parallel {config.parallel}: expected {wanted} processes, {started}: start "
-            f"`torchrun --nproc-per-node {wanted} -m narrowgauge` with this command, or change the sizes of `parallel`"
-        )
+        with told_once():
+            raise ConfigError(
+                f"parallel {config.parallel}: expected {wanted} processes, {started}: start `torchrun --nproc-per-node "
+                f"{wanted} -m narrowgauge` with this command, or change the sizes of `parallel`"
+            )
     with group_of(wanted, config.torch_device(), config.parallel.timeout_s):
         yield
 

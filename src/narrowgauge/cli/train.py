@@ -15,11 +15,12 @@ EXIT_INTERRUPTED = 130
 def train(argv: Sequence[str]) -> int:
     """Train as `argv` says; 130 where the run was interrupted and saved."""
     from narrowgauge.cli.config import parse_arguments
+    from narrowgauge.cli.processes import launch, process_group, rank, told_once
 
-    config, as_json, live_port = parse_arguments(argv)
+    with told_once():
+        config, as_json, live_port = parse_arguments(argv)
 
     from narrowgauge.cli.live import LiveRun
-    from narrowgauge.cli.processes import launch, process_group, rank
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import run
@@ -54,30 +55,30 @@ def resume(argv: Sequence[str]) -> int:
     parser.add_json_option()
     parser.add_argument("--live", action="store_true", help="serve the run's report on this machine alone")
     parser.add_argument("--live_port", "--live-port", type=int, help="the port of --live; default: any that is free")
-    arguments, rest = parser.parse_known_args(argv)
-    changes = _changes(parser, rest)
-    if arguments.live_port is not None and not arguments.live:
-        parser.error("--live_port: expected it with --live, found it alone: add --live, or leave it out")
 
+    from narrowgauge.cli.processes import process_group, rank, told_once
     from narrowgauge.integrations.finetune_run import FinetuneRun
+    from narrowgauge.train.run_folder import RunFolder
 
-    if FinetuneRun.is_at(arguments.run):
-        from narrowgauge.cli.finetune import resume_run
+    with told_once():
+        arguments, rest = parser.parse_known_args(argv)
+        changes = _changes(parser, rest)
+        if arguments.live_port is not None and not arguments.live:
+            parser.error("--live_port: expected it with --live, found it alone: add --live, or leave it out")
+        is_fine_tuning = FinetuneRun.is_at(arguments.run)
+        if is_fine_tuning and (keys := [*(["live"] if arguments.live else []), *changes]):
+            parser.error(f"--{keys[0]}: expected a run of `train`, found one of fine-tuning: leave it out")
+        config = None if is_fine_tuning else RunFolder.open(arguments.run).read_config()
+    if config is None:
+        from narrowgauge.cli.finetune import resume_run as resume_fine_tuning
 
-        if arguments.live:
-            parser.error("--live: expected a run of `train`, found one of fine-tuning: leave it out")
-        if changes:
-            parser.error(f"--{next(iter(changes))}: expected a run of `train`, found one of fine-tuning: leave it out")
-        return resume_run(arguments.run, arguments.checkpoint, arguments.json)
+        return resume_fine_tuning(arguments.run, arguments.checkpoint, arguments.json)
 
     from narrowgauge.cli.live import LiveRun
-    from narrowgauge.cli.processes import process_group, rank
     from narrowgauge.cli.progress import Reporter
     from narrowgauge.train.events import Status
     from narrowgauge.train.loop import resume as resume_run
-    from narrowgauge.train.run_folder import RunFolder
 
-    config = RunFolder.open(arguments.run).read_config()
     live_port = (arguments.live_port or 0) if arguments.live else None
     with (
         process_group(config),

@@ -179,3 +179,27 @@ def test_json_of_chart_and_doctor_parses(capsys):
     for command in ("chart", "doctor"):
         assert main([command, "--json"]) == 0
         json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trian"],
+        ["train", "--stepz", "3"],
+        ["train", "--steps", "-2"],
+        ["train", "--steps", "2"],  # for one process
+        ["resume"],
+        ["resume", "nowhere"],
+        ["resume", "nowhere", "--guard.mode", "[1"],
+        ["resume", "nowhere", "--checkpont", "last-good"],
+        ["resume", "nowhere", "--live-port", "80"],
+        ["sft", "--stepz", "3"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_on_all_processes_is_told_by_the_first(words: list[str], capsys, monkeypatch) -> None:
+    for rank in ("0", "1"):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("error: ") == (rank == "0")
