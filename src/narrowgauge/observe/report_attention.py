@@ -191,7 +191,11 @@ def _guarded(run: RunReader) -> list[Finding]:
 def _conversion(run: RunReader) -> list[Finding]:
     rows = run.conversion
     found = []
-    for status, severity, words in (("skipped", LOOK, "could not be converted"), ("kept", NOTE, "stayed as they were")):
+    said = {
+        "skipped": (LOOK, "layer could not be converted", "layers could not be converted"),
+        "kept": (NOTE, "layer stayed as it was", "layers stayed as they were"),
+    }
+    for status, (severity, one, several) in said.items():
         chosen = [row for row in rows if row.get("status") == status]
         by_reason = itertools.groupby(sorted(chosen, key=_reason), key=_reason)
         reasons = [
@@ -199,7 +203,9 @@ def _conversion(run: RunReader) -> list[Finding]:
         ]
         if chosen:
             remedy = "Nothing to do where that is meant; else change include, exclude or min_size of the recipe."
-            title = f"{len(chosen):,} layers {words}"
+            if any("quantizes no GEMM operand" in _reason(row) for row in chosen):  # as recipes/select.py says it
+                remedy = "Nothing to do: this recipe casts no operand, its products are those of its compute dtype."
+            title = f"{len(chosen):,} {one if len(chosen) == 1 else several}"
             found.append(Finding(severity, "conversion", title, "; ".join(reasons) + ".", remedy))
     emulated = [str(row.get("name")) for row in rows if "emulated" in str(row.get("backend"))]
     if emulated:
@@ -213,7 +219,7 @@ def _conversion(run: RunReader) -> list[Finding]:
             + _of_converted(rows, len(emulated))
         )  # fmt: skip
         remedy = "`narrowgauge doctor` says what this GPU does natively, and why not." if is_gpu else "Nothing to do."
-        title = f"{len(emulated):,} layers are emulated"
+        title = f"{len(emulated):,} layers are emulated" if len(emulated) > 1 else "1 layer is emulated"
         found.append(Finding(LOOK if is_gpu else NOTE, "conversion", title, text, remedy))
     return found
 

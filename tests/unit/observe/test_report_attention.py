@@ -334,11 +334,21 @@ def test_a_journal_that_names_no_device_is_not_taken_for_a_gpus(tmp_path):
     assert found.severity == "note" and "GPU" not in found.text and "CPU" not in found.text
 
 
+def test_no_setting_is_advised_where_the_recipe_casts_no_operand(tmp_path):
+    remedies = []
+    for reason in ("recipe 'bf16' quantizes no GEMM operand; bf16 product", "matches exclude glob 'up'"):
+        rows = [{"name": "up", "status": "kept", "reason": reason, "backend": "native", "casts": {}}]
+        (found,) = attention(RunReader(write_run(tmp_path / str(len(remedies)), conversion=rows)))
+        assert found.title == "1 layer stayed as it was"
+        remedies.append(found.remedy)
+    assert "min_size" not in remedies[0] and "exclude" in remedies[1]
+
+
 def test_converted_layers_that_are_not_emulated_are_counted(tmp_path):
     rows = [{"name": "up", "status": "converted", "backend": "emulated", "casts": {"input": "E4M3FN"}},
             {"name": "norm", "status": "converted", "backend": "torch", "casts": {}}]  # fmt: skip
     (found,) = attention(RunReader(write_run(tmp_path / "cpu", conversion=rows)))
-    assert found.title == "1 layers are emulated"
+    assert found.title == "1 layer is emulated"
     assert found.text.endswith(" The other 1 of 2 converted layers cast nothing in a product (such as norms).")
 
 
