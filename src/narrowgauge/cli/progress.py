@@ -75,7 +75,8 @@ class Reporter(LiveLine[LiveView]):
         """Say how many layers run how, and from where the run goes on; start the live line."""
         self.say(f"layers   {_counts(report)}")
         if resumed_from is not None:
-            self.say(f"resumed  from {resumed_from} at step {step}")
+            end = ", the run's last: nothing is left to train" if step >= steps else ""
+            self.say(f"resumed  from {resumed_from} at step {step}{end}")
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[facts]}"))
             self._live = LiveView(*columns, console=self.console, transient=True)

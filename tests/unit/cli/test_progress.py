@@ -106,6 +106,11 @@ def test_the_start_says_where_what_and_how_many_layers():
         assert fact in shown
 
 
+def test_a_run_that_is_resumed_at_its_end_says_that_nothing_is_left():
+    assert "nothing is left to train" in rendered(the_start(step=30, resumed_from=RUN / "checkpoints/step-000030"))
+    assert "nothing is left" not in rendered(the_start(step=20, resumed_from=RUN / "checkpoints/step-000020"))
+
+
 def test_skips_warnings_and_signals_are_told_at_once():
     shown = rendered(
         events.Skipped(step=7, consecutive=2, max_skips=20, parameter="blocks.0.mlp.down.weight", loss_scale=512.0),
