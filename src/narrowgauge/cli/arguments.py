@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
 from narrowgauge.errors import ConfigError, closest
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Text as written where its lines fit the terminal; else with its paragraphs filled anew.
+
+    A paragraph is lines in a row without an indent; examples and lists, which have one, stay as written.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if all(len(line) <= width for line in text.splitlines()):
+            return super()._fill_text(text, width, indent)
+        filled = []
+        for is_prose, group in itertools.groupby(text.splitlines(), key=lambda line: line[:1].strip() != ""):
+            lines = list(group)
+            filled += textwrap.wrap(" ".join(lines), width, break_on_hyphens=False) if is_prose else lines
+        return super()._fill_text("\n".join(filled), width, indent)
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,7 +35,7 @@ class Parser(argparse.ArgumentParser):
             prog=f"narrowgauge {command}",
             description=description,
             epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
 

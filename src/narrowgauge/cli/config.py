@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jsonargparse
 import yaml
 
+from narrowgauge.cli.arguments import HelpFormatter
 from narrowgauge.errors import ConfigError, closest
 from narrowgauge.train.config import TrainConfig
 from narrowgauge.train.parse import read_yaml
@@ -65,7 +66,7 @@ class _ConfigFile(jsonargparse.ActionConfigFile):
                 )
 
 
-class _HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class _HelpFormatter(jsonargparse.DefaultHelpFormatter, HelpFormatter):
     """Types and defaults after each description; examples as written."""
 
 

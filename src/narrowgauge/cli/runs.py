@@ -158,7 +158,8 @@ def export(argv: Sequence[str]) -> int:
 
 def _run_parser(command: str, description: str, examples: Sequence[str]) -> Parser:
     parser = Parser(command, description, examples)
-    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    what = "the run's folder" if command == "export" else "the run's folder, or a Hugging Face directory"
+    parser.add_argument("run", metavar="RUN" if command == "export" else "RUN|DIR", help=what)
     parser.add_argument("--checkpoint", help="a checkpoint's name, or last-good (default: the newest)")
     parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
     return parser

@@ -34,6 +34,14 @@ def test_every_command_has_help_with_examples(command, capsys):
     assert f"narrowgauge {command}" in shown
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_prose_of_help_fits_a_narrow_terminal(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    said = capsys.readouterr().out.partition("examples:")[0]
+    assert not [line for line in said.splitlines() if len(line) > 80 and not line.startswith(" ")]
+
+
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["eval", "--help"]], ids=" ".join)
 def test_help_answers_within_a_second_beyond_torch(words):
     # processor time: what other processes do meanwhile must not decide
