@@ -48,6 +48,7 @@ def resume(argv: Sequence[str]) -> int:
             "narrowgauge resume runs/NAME --checkpoint step-000100",
         ],
     )
+    parser.usage = "narrowgauge resume RUN [options] [--KEY VALUE ...]"
     parser.add_argument("run", metavar="RUN", help="the run's folder")
     parser.add_argument(
         "--checkpoint", help="a checkpoint's name, or last-good for the newest that is whole (default: the newest)"
