@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import narrowgauge as ng
 from guarded_run import LAYER, changes, stale
+from narrowgauge.cli import processes
 from narrowgauge.cli.main import main
 from narrowgauge.errors import ConfigError
 from narrowgauge.observe.journal import Journal
@@ -117,6 +119,29 @@ def test_the_command_line_takes_keys_as_train_does(begun: Path) -> None:
     config = RunFolder(begun).read_config()
     assert (config.guard.mode, config.statistics_every, config.divergence.patience) == ("off", 2, 5)
     assert config.divergence.window == TrainConfig().divergence.window
+
+
+def test_the_command_shows_and_waits_as_it_is_told(begun: Path, capsys, monkeypatch) -> None:
+    waited: list[float] = []
+
+    @contextlib.contextmanager
+    def group(config: TrainConfig) -> Iterator[None]:
+        waited.append(config.parallel.timeout_s)
+        yield
+
+    monkeypatch.setattr(processes, "process_group", group)
+    words = ["--checkpoint", "step-000010", "--log-every", "1", "--parallel.timeout-s", "77"]
+    assert main(["resume", str(begun), *words]) == 0
+    shown = capsys.readouterr().out
+    assert "step 11" in shown and "step 12" in shown and waited == [77]
+
+
+def test_what_may_not_change_is_told_by_the_first_process(begun: Path, capsys, monkeypatch) -> None:
+    for rank in ("0", "1"):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        assert main(["resume", str(begun), "--steps", "24"]) == 2
+        assert ("steps=24: expected a key" in capsys.readouterr().err) == (rank == "0")
 
 
 def test_a_change_that_is_none_is_not_told(begun: Path) -> None:

@@ -59,6 +59,7 @@ def resume(argv: Sequence[str]) -> int:
 
     from narrowgauge.cli.processes import process_group, rank, told_once
     from narrowgauge.integrations.finetune_run import FinetuneRun
+    from narrowgauge.train.changes import changed
     from narrowgauge.train.run_folder import RunFolder
 
     with told_once():
@@ -69,7 +70,8 @@ def resume(argv: Sequence[str]) -> int:
         is_fine_tuning = FinetuneRun.is_at(arguments.run)
         if is_fine_tuning and (keys := [*(["live"] if arguments.live else []), *changes]):
             parser.error(f"--{keys[0]}: expected a run of `train`, found one of fine-tuning: leave it out")
-        config = None if is_fine_tuning else RunFolder.open(arguments.run).read_config()
+        # as it goes on: what is shown how often, and how long processes wait, may be told otherwise, too
+        config = None if is_fine_tuning else changed(RunFolder.open(arguments.run).read_config(), changes)[0]
     if config is None:
         from narrowgauge.cli.finetune import resume_run as resume_fine_tuning
 
