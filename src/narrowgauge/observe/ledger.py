@@ -150,7 +150,8 @@ class SavedActivations(saved_tensors_hooks):
                 self._seen.add(key)
                 self._held.append(storage)
                 self.bytes += storage.nbytes()
-        return tensor
+        # an output that its own node saves would hold that node, for ever where no backward pass frees it
+        return tensor.detach()
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -83,3 +86,14 @@ def test_the_table_has_every_role_the_total_and_the_activations() -> None:
 
 def test_a_model_without_parameters_has_no_bytes() -> None:
     assert ledger(nn.ReLU()).per_parameter == 0.0
+
+
+def test_what_was_counted_is_freed_without_a_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=-1))
+    with SavedActivations(model) as measured:
+        output = model(torch.ones(2, 4))  # which its own node saves
+    found = weakref.ref(output)
+    assert measured.bytes == 4 * (2 * 4 + 2 * 4)
+    del output
+    gc.collect()
+    assert found() is None
