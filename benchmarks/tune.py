@@ -73,6 +73,14 @@ def planted(start: Start, block: int) -> Start:
     return Start(weights, start.slope)
 
 
+def told(found: Tuned) -> dict[str, Any]:
+    """A tuning in the result file: less the recipe, which follows from the choices, the front, and single batches."""
+    result = {key: value for key, value in found.to_dict().items() if key not in ("recipe", "front")}
+    lists = ("loss_changes", "errors")
+    effects = [{key: value for key, value in row.items() if key not in lists} for row in result["sensitivity"]]
+    return result | {"sensitivity": effects}
+
+
 def saved_by_tuning(found: Tuned) -> list[float]:
     """Held-out loss of the hand rule less that of the tuned recipe, of each seed, nats a token."""
     pairs = zip(found.contenders[HAND].runs, found.contenders[TUNED].runs, strict=True)
@@ -138,7 +146,7 @@ def main() -> int:
     low = dataclasses.replace(
         config, eval_batches=HELD_OUT_BATCHES, optimizer=dataclasses.replace(config.optimizer, lr=LOW_RATE)
     )
-    results: dict[str, Any] = {"from nothing": whole.to_dict()}
+    results: dict[str, Any] = {"from nothing": told(whole)}
     for rule in HAND_RULES:
         for label, changes in (
             (f"{rule}, weights as they are", {"steps": 0, "seeds": 1}),
@@ -146,11 +154,11 @@ def main() -> int:
         ):
             found = tune(low, dataclasses.replace(options, hand_rule=rule, **changes), say, start)
             some_figures, some_rows = compare(found, label)
-            figures, rows, results = figures | some_figures, rows + some_rows, results | {label: found.to_dict()}
+            figures, rows, results = figures | some_figures, rows + some_rows, results | {label: told(found)}
     block = (config.model.build(dataset.tokenizer.vocab_size).layers - 1) // 2
     found = tune(low, dataclasses.replace(options, steps=0), say, planted(start, block))
     some_figures, some_rows = compare_planted(found, PLANTED.format(block))
-    figures, rows, results = figures | some_figures, rows + some_rows, results | {"planted": found.to_dict()}
+    figures, rows, results = figures | some_figures, rows + some_rows, results | {"planted": told(found)}
 
     header = ["", "layers", "bytes a token", "cost", "expected", "held-out loss above all wide, 1/1000 nat"]
     print(common.table(header, rows))
