@@ -124,6 +124,11 @@ def _print_answers(arguments: Namespace, answers: Sequence[Answer]) -> None:
         [a.plan.recipe, _verdict(a), str(a.plan.spread), a.plan.checkpointing, f"{a.plan.tokens:,}"] for a in answers
     ]
     print_table("", ["recipe", "", "layout", "checkpointing", "tokens a step"], details)
+    for answer in answers:
+        if answer.plan.own_casts is not None:
+            own, layers = answer.plan.own_casts
+            rest = "" if own == layers else "; the others multiply as it says for all"
+            print(f"{answer.plan.recipe}: casts of their own for {own:,} of {layers:,} linear layers{rest}")
 
 
 def _print_largest(arguments: Namespace, fits: dict[str, Any]) -> None:

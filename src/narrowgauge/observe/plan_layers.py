@@ -42,6 +42,12 @@ class Casts:
         """The layers of these blocks."""
         return [each for at in blocks for each in self.kinds[self.kind_of[at]]]
 
+    @property
+    def own(self) -> tuple[int, int]:
+        """How many layers have fields of their own, and of how many."""
+        layers = [*self.of_blocks(range(len(self.kind_of))), *self.others]
+        return sum(bool(each.fields) for each in layers), len(layers)
+
 
 @functools.lru_cache(maxsize=64)
 def casts_of(config: GPTConfig, recipe: Recipe) -> Casts:

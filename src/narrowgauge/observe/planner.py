@@ -19,6 +19,7 @@ from narrowgauge.models.gpt import GPT
 from narrowgauge.models.presets import preset
 from narrowgauge.observe import plan_rank
 from narrowgauge.observe.plan_activations import Saved, saved, saved_by
+from narrowgauge.observe.plan_layers import casts_of
 from narrowgauge.observe.plan_layout import Spread, count
 from narrowgauge.observe.plan_rank import Step
 from narrowgauge.observe.plan_state import layers_of, quantized, scaling_bytes, shapes_of, total
@@ -44,7 +45,8 @@ class Plan:
     gradients, beside what is saved of them; `gathered`, whole parameters under FSDP2; `reduced`, gradients on their way
     from backward to where they are kept; `fragmentation`, an allowance: a tenth of what comes and goes. peak: the most
     that is there at one time: gradients and activations are not both at their largest where a step has one micro-batch.
-    wire: bytes sent in a step, by the recipe's communication roles.
+    wire: bytes sent in a step, by the recipe's communication roles. own_casts: how many layers the recipe names for
+    casts of their own, and of how many; those that it does not name multiply as the recipe says for all.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Plan:
     bytes: Mapping[str, int]
     peak: int
     wire: Mapping[str, int] = field(default_factory=dict)
+    own_casts: tuple[int, int] | None = None
 
     @property
     def state(self) -> int:
@@ -83,7 +86,7 @@ class Plan:
         layout = {name: getattr(self.spread, name) for name in ("data", "shard", "tensor", "pipeline", "reshard")}
         return {name: getattr(self, name) for name in names} | {
             "parallel": layout, "bytes": dict(self.bytes), "state": self.state, "peak": self.peak,
-            "wire": dict(self.wire), "tokens": self.tokens,
+            "wire": dict(self.wire), "tokens": self.tokens, "own_casts": self.own_casts,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -155,6 +158,7 @@ def plan_gpt(
         name, recipe.name, plan_rank.parameters(config), spread, step.batch, step.tokens, step.accumulation,
         "full" if step.recomputes else "none", {role: found[role] for role in ROLES if found.get(role)}, peak,
         {role: size for role, size in sent.items() if size},
+        casts_of(config, recipe).own if recipe.layers else None,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def _skips(run: RunReader) -> list[Finding]:
         f"finite, the first at step {since:,}, at most {last - first + 1:,} in a row, from step {steps[first]:,}."
         f"{culprit}"
     )
-    title = f"{int(skipped.sum()):,} steps were skipped"
+    title = f"{_counted(int(skipped.sum()), 'step was', 'steps were')} skipped"
     if is_scaled and share <= SKIPPED_SHARE:
         return [
             Finding(NOTE, "skipped steps", title, f"{text} That is how a loss scale finds its size.", "Nothing to do.",
@@ -145,7 +145,7 @@ def _losses(run: RunReader) -> list[Finding]:
         first, last = _streaks(is_bad)[0]
         severity = SERIOUS if is_bad[-1] or not skipped[is_bad].all() else LOOK
         text = (
-            f"{int(is_bad.sum()):,} losses are infinite or NaN, first at step {steps[first]:,}"
+            f"{_counted(int(is_bad.sum()), 'loss is', 'losses are')} infinite or NaN, first at step {steps[first]:,}"
             f"{', up to the end' if is_bad[-1] else ''}. "
             + ("Those steps were skipped." if skipped[is_bad].all() else "Not all of those steps were skipped.")
         )
@@ -219,7 +219,7 @@ def _conversion(run: RunReader) -> list[Finding]:
             + _of_converted(rows, len(emulated))
         )  # fmt: skip
         remedy = "`narrowgauge doctor` says what this GPU does natively, and why not." if is_gpu else "Nothing to do."
-        title = f"{len(emulated):,} layers are emulated" if len(emulated) > 1 else "1 layer is emulated"
+        title = f"{_counted(len(emulated), 'layer is', 'layers are')} emulated"
         found.append(Finding(LOOK if is_gpu else NOTE, "conversion", title, text, remedy))
     return found
 
@@ -264,7 +264,11 @@ def _journal(run: RunReader) -> list[Finding]:
     found = []
     if run.all_problems:
         count = run.damaged
-        title = f"The journal has {count:,} damaged lines" if count else "The journal's last line is cut off"
+        title = (
+            f"The journal has {_counted(count, 'damaged line', 'damaged lines')}"
+            if count
+            else "The journal's last line is cut off"
+        )
         found.append(Finding(LOOK if count else NOTE, "journal", title, " ".join(run.all_problems[:3]),
                              "What was left out is in no picture; all other lines are."))  # fmt: skip
     steps = run.steps["step"]
@@ -278,3 +282,7 @@ def _journal(run: RunReader) -> list[Finding]:
         found.append(Finding(NOTE, "journal", f"{run.events_left_out:,} events are left out",
                              f"Only the first {len(run.events):,} are shown.", "All are in the journal."))  # fmt: skip
     return found
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+import narrowgauge as ng
 from narrowgauge.cli.main import main
+from narrowgauge.recipes.files import recipe_text
 
 GPT = ("plan", "--model", "gpt-125m", "--gpus", "4", "--memory-gb", "80")
 
@@ -42,6 +44,18 @@ def test_a_picture_is_written(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"wrote {path}" in shown and "largest that fits on 4 GPUs of 80 GB" in shown
     assert path.read_text().startswith("<svg") and "GPUs" in path.read_text()
+
+
+def test_it_says_how_many_layers_a_recipe_names(tmp_path, capsys):
+    path = tmp_path / "tuned.yaml"
+    recipe = ng.recipe("narrow8", name="tuned").for_layers("blocks.[0-3].*", input=ng.CastSpec(ng.formats.E5M2))
+    path.write_text(recipe_text(recipe, "of a smaller model"))
+    assert main([*GPT, "--recipe", str(path), "narrow8", "--checkpointing", "full"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "casts of their own" in line]
+    assert told == ["tuned: casts of their own for 16 of 49 linear layers; the others multiply as it says for all"]
+    assert main([*GPT, "--recipe", str(path), "narrow8", "--checkpointing", "full", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["own_casts"] for plan in plans] == [[16, 49], None]
 
 
 @pytest.mark.parametrize(

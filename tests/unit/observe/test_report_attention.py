@@ -156,6 +156,8 @@ def test_of_several_loss_spikes_the_last_says_whether_it_came_back(tmp_path):
 def test_losses_that_are_not_finite(tmp_path):
     (found,) = found_in(tmp_path / "nan", change=steps(since=150, loss=math.nan))
     assert (found.severity, found.step) == ("serious", 150) and "51 losses are infinite or NaN" in found.text
+    (found,) = found_in(tmp_path / "one", change=steps(since=200, loss=math.nan))
+    assert found.text.startswith("1 loss is infinite or NaN")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_line_cut_off_and_damaged_lines_are_told_and_left_out(tmp_path):
     assert run.damaged == 1 and len(run.all_problems) == 2
     assert str(tmp_path) not in " ".join(run.all_problems)  # a report is passed on: no private paths
     found = [each for each in attention(run) if each.rule == "journal"]
-    assert found[0].title == "The journal has 1 damaged lines" and "line 6" in found[0].text
+    assert found[0].title == "The journal has 1 damaged line" and "line 6" in found[0].text
 
 
 def test_what_is_no_number_and_no_table_is_passed_over(tmp_path):
