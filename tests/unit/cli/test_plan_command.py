@@ -48,7 +48,7 @@ def test_a_picture_is_written(tmp_path, capsys):
 
 def test_it_says_how_many_layers_a_recipe_names(tmp_path, capsys):
     path = tmp_path / "tuned.yaml"
-    recipe = ng.recipe("narrow8", name="tuned").for_layers("blocks.[0-3].*", input=ng.CastSpec(ng.formats.E5M2))
+    recipe = ng.recipe("narrow8").replace(name="tuned").for_layers("blocks.[0-3].*", input=ng.CastSpec(ng.formats.E5M2))
     path.write_text(recipe_text(recipe, "of a smaller model"))
     assert main([*GPT, "--recipe", str(path), "narrow8", "--checkpointing", "full"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "casts of their own" in line]
