@@ -90,6 +90,8 @@ class LinearCasts:
         # not fields: they follow from the fields, and are looked up several times a call
         object.__setattr__(self, "_in_compute", in_compute)
         object.__setattr__(self, "_operands", operands)
+        # torch 2.11 compiles no making of a spec
+        object.__setattr__(self, "_along_the_sum", {gemm.name: self._turned(gemm) for gemm in GEMMS})
         stochastic = {gemm for gemm, each in operands.items() if any(o.spec.is_stochastic for o in each.values())}
         object.__setattr__(self, "_stochastic", stochastic)
         object.__setattr__(self, "_on_cpu", {})
@@ -143,6 +145,9 @@ class LinearCasts:
 
     def along_the_sum(self, gemm: Gemm) -> tuple[CastSpec, CastSpec]:
         """The casts of both operands as matrices [outer dimension, dimension that is summed over]."""
+        return self._along_the_sum[gemm.name]  # type: ignore[attr-defined]
+
+    def _turned(self, gemm: Gemm) -> tuple[CastSpec, CastSpec]:
         left, right = self.spec(gemm, gemm.left), self.spec(gemm, gemm.right)
         return left.transposed if gemm.left_transposed else left, right if gemm.right_transposed else right.transposed
 

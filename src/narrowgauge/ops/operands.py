@@ -40,7 +40,7 @@ class DelayedSlots(NamedTuple):
         """The views of one expert, where these are of all: quant_scale [E], history [E, L], rolls [E]."""
         return DelayedSlots(*(None if view is None else view[expert] for view in self))  # type: ignore[arg-type]
 
-    def scale_for(self, x: Tensor, spec: CastSpec, reducer: Reducer = SINGLE_PROCESS) -> Tensor:
+    def scale_for(self, x: Tensor, spec: CastSpec, reducer: Reducer) -> Tensor:
         """What `x` is multiplied by before its cast: the scale in force, or in a warm-up that of `x` itself.
 
         reducer: over the processes that hold parts of the operand, of which `x` is one.

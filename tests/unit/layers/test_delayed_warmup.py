@@ -13,6 +13,7 @@ import narrowgauge as ng
 from narrowgauge.layers.linear import Linear
 from narrowgauge.numerics.formats import E4M3FN, E5M2
 from narrowgauge.ops.experts import GroupedLinear
+from narrowgauge.ops.reduce import SINGLE_PROCESS
 from narrowgauge.recipes.serialize import from_dict, to_dict
 
 WARMUP = 3
@@ -76,9 +77,9 @@ def test_the_margin_acts_in_the_warm_up_too() -> None:
     recipe = warm(ng.DelayedScaling(margin=2, amax_history_len=4))
     slots = made(recipe)[0][0].delayed_slots()["input"]
     x = torch.tensor([[1.0, -3.5]])
-    assert slots.scale_for(x, recipe.input).item() == 448 / 4 / 3.5
+    assert slots.scale_for(x, recipe.input, SINGLE_PROCESS).item() == 448 / 4 / 3.5
     for bad in (0.0, float("inf"), float("nan")):
-        assert slots.scale_for(torch.full((2, 2), bad), recipe.input).item() == 1.0  # the scale in force
+        assert slots.scale_for(torch.full((2, 2), bad), recipe.input, SINGLE_PROCESS).item() == 1.0  # the scale in force
 
 
 def test_a_skipped_step_is_no_roll() -> None:
@@ -155,8 +156,8 @@ def test_each_expert_has_its_own() -> None:
     assert layer.amax_rolls.tolist() == [WARMUP, 0] and layer.warming
     x = torch.full((1, 1), 2.0)
     slots = layer.delayed_slots()["input"]
-    assert slots.scale_for(x, RECIPE.input).tolist()[1] == 448 / 2
-    assert slots.scale_for(x, RECIPE.input)[0] == slots.quant_scale[0]
+    assert slots.scale_for(x, RECIPE.input, SINGLE_PROCESS).tolist()[1] == 448 / 2
+    assert slots.scale_for(x, RECIPE.input, SINGLE_PROCESS)[0] == slots.quant_scale[0]
     for _ in range(WARMUP):
         layer(batch(0), torch.tensor([4, 4])).sum().backward()
         optimizer.step()

@@ -141,5 +141,5 @@ def test_the_planner_counts_what_is_there(own, checkpointing):
 def test_layers_of_one_model_have_no_largest_one():
     recipe = ng.recipe("narrow8").for_layers("blocks.1.*", "bf16")
     assert plan(CONFIG, recipe, Spread(tensor=2)).own_casts == (4, 13)
-    with pytest.raises(ng.NarrowgaugeError, match="casts of their own"):
+    with pytest.raises(ng.NarrowgaugeError, match="casts for layers of one model by name"):
         largest(recipe, 8, 80)
