@@ -79,7 +79,9 @@ def test_the_margin_acts_in_the_warm_up_too() -> None:
     x = torch.tensor([[1.0, -3.5]])
     assert slots.scale_for(x, recipe.input, SINGLE_PROCESS).item() == 448 / 4 / 3.5
     for bad in (0.0, float("inf"), float("nan")):
-        assert slots.scale_for(torch.full((2, 2), bad), recipe.input, SINGLE_PROCESS).item() == 1.0  # the scale in force
+        assert (
+            slots.scale_for(torch.full((2, 2), bad), recipe.input, SINGLE_PROCESS).item() == 1.0
+        )  # the scale in force
 
 
 def test_a_skipped_step_is_no_roll() -> None:
