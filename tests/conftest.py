@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+ACCELERATE = "ACCELERATE_"
 TEXT = "In winter the narrow gauge line up the valley ran twice a day, and {} wagons carried {} tons of slate.\n"
 
 
@@ -25,6 +27,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """accelerate leaves what it was asked for in the environment, where later tests and processes would read it."""
+    before = {name: value for name, value in os.environ.items() if name.startswith(ACCELERATE)}
+    yield
+    for name in [name for name in os.environ if name.startswith(ACCELERATE)]:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowgauge as ng
 from narrowgauge.numerics.measure import sqnr_db
@@ -49,6 +50,21 @@ def looked_at(model: Any, optimizer: Any, run: Any = step, *args: Any) -> dict[s
     found = observation.read()
     assert found is not None
     return found.layers
+
+
+def test_compiled_code_is_compiled_again_when_the_last_of_them_has_ended() -> None:
+    counter = CompileCounterWithBackend("eager")
+    double = torch.compile(lambda x: x * 2, backend=counter)
+    model = nn.Linear(4, 4)
+    first, second = Observation(model, None, 1), Observation(model, None, 1)
+    first.begin(1)
+    second.begin(1)
+    first.end()
+    double(torch.ones(3))
+    assert counter.frame_count == 0  # the second still looks
+    second.end()
+    double(torch.ones(3))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("recipe", ["narrow8", "fp8_current", "fp8_lm_o2"])
