@@ -37,7 +37,7 @@ def test_the_error_is_what_is_said() -> None:
     (shown,) = re.findall(r"^error: (a budget .*)$", PAGE, re.MULTILINE)
     layers = 16
     problem = Problem(
-        [[0.0, 0.0]] * layers, [[1000.0, 4037.69 / layers]] * layers, [[1, 0.25]] * layers, names=("bf16", "nvfp4")
+        [[0.0, 0.0]] * layers, [[1000.0, 3674.84375 / layers]] * layers, [[1, 0.25]] * layers, names=("bf16", "nvfp4")
     )
     with pytest.raises(ConfigError) as caught:
         check(problem, Budget(bytes=3000))
