@@ -29,7 +29,7 @@ from narrowgauge.integrations.requirements import require
 from narrowgauge.layers.gradients import accumulate
 from narrowgauge.observe.ledger import Ledger, ledger
 from narrowgauge.optim.clip import clip_grad_norm_
-from narrowgauge.optim.replace import current
+from narrowgauge.optim.replace import inmost
 from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.library import recipe as recipe_named
@@ -121,7 +121,7 @@ class Accelerator(accelerate.Accelerator):
         results = list(placed) if len(args) > 1 else [placed]
         for at, of in pairs:
             wrapped, optimizer = results[at], results[of]
-            _, inner = prepare(wrapped, _inner(optimizer), self.recipe)
+            _, inner = prepare(wrapped, inmost(optimizer), self.recipe)
             renew_wrapper(optimizer, inner)
             model = self.unwrap_model(wrapped)
             earlier = next((each for each in self._prepared if each.model is model), None)
@@ -152,7 +152,7 @@ class Accelerator(accelerate.Accelerator):
         if not self._prepared:
             raise ConfigError("expected a prepared model, found none: call prepare(model, optimizer) first")
         last = self._prepared[-1]
-        return ledger(last.model, _inner(last.optimizer))
+        return ledger(last.model, inmost(last.optimizer))
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -196,7 +196,7 @@ class Accelerator(accelerate.Accelerator):
         self._end_sums()
         given = self._optimizers if optimizer is None else optimizer
         for each in given if isinstance(given, list | tuple) else [given]:
-            self.scaler.unscale_(_inner(each))
+            self.scaler.unscale_(inmost(each))
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """`narrowgauge.clip_grad_norm_` of the unscaled gradients: the norm of the whole model, before clipping."""
@@ -222,7 +222,7 @@ class Accelerator(accelerate.Accelerator):
         """
         for each in self._prepared:
             if model is each.wrapped or model is each.model:
-                values = full_values(each.model, _inner(each.optimizer))
+                values = full_values(each.model, inmost(each.optimizer))
                 return {name: values[name].to(dtype) for name, dtype in each.dtypes.items()}
         return super().get_state_dict(model, unwrap)
 
@@ -253,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _save_ours(self, models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str) -> None:
         for number, each in enumerate(self._prepared):
-            save(_part(output_dir, number), each.wrapped, _inner(each.optimizer))
+            save(_part(output_dir, number), each.wrapped, inmost(each.optimizer))
 
     def _load_ours(self, models: list[nn.Module], input_dir: str) -> None:
         for number, each in enumerate(self._prepared):
@@ -263,7 +263,7 @@ class Accelerator(accelerate.Accelerator):
                     f"{input_dir}: expected what an Accelerator with a recipe has saved, found no folder {part.name!r} "
                     "in it: load it with the Accelerator that wrote it, or its weights before prepare"
                 )
-            load(part, each.wrapped, _inner(each.optimizer))
+            load(part, each.wrapped, inmost(each.optimizer))
         models[:] = [model for model in models if all(model not in (p.model, p.wrapped) for p in self._prepared)]
 
 
@@ -282,11 +282,6 @@ class _Optimizer(AcceleratedOptimizer):
 def _part(folder: str, number: int) -> Path:
     """Where the state of a model lies, by the order in which models were prepared."""
     return Path(folder) / (STATE if number == 0 else f"{STATE}_{number}")
-
-
-def _inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer without accelerate's wrapper."""
-    return current(getattr(optimizer, "optimizer", optimizer))
 
 
 def renew_wrapper(wrapper: AcceleratedOptimizer, optimizer: Optimizer | None) -> None:

@@ -19,7 +19,7 @@ from narrowgauge.observe.journal_writer import JournalWriter
 from narrowgauge.observe.ledger import ledger
 from narrowgauge.observe.observation import Precision
 from narrowgauge.observe.run_header import header
-from narrowgauge.optim.replace import current
+from narrowgauge.optim.replace import inmost
 from narrowgauge.recipes.serialize import to_dict
 from narrowgauge.recipes.spec import Recipe
 
@@ -78,7 +78,7 @@ class CallbackJournal:
         if self._has_bytes:
             return
         self._has_bytes = True
-        self.write("bytes", step, **ledger(model, current(getattr(optimizer, "optimizer", optimizer))).row())
+        self.write("bytes", step, **ledger(model, inmost(optimizer)).row())
 
     def logged(self, step: int, logs: Mapping[str, Any], skipped: bool) -> None:
         """A step's figures, or an evaluation's, as transformers logs them."""

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from narrowgauge.integrations.callback_journal import CallbackJournal
 from narrowgauge.observe.observation import Observation, Precision
 from narrowgauge.observe.shares import shares_by_role, worst_by_role
-from narrowgauge.optim.replace import current
+from narrowgauge.optim.replace import inmost
 from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.recipes.spec import Recipe
 
@@ -135,5 +135,4 @@ class RecipeCallback(TrainerCallback):
 
 def was_skipped(optimizer: Optimizer) -> bool:
     """Whether the last step of an optimizer, or of the one that accelerate wraps, changed nothing."""
-    inner = current(getattr(optimizer, "optimizer", optimizer))
-    return bool(getattr(inner, "step_was_skipped", False))
+    return bool(getattr(inmost(optimizer), "step_was_skipped", False))

@@ -33,7 +33,7 @@ from narrowgauge.layers.report import ConversionReport, report
 from narrowgauge.numerics.formats import BF16, FP16
 from narrowgauge.observe.ledger import Ledger, ledger
 from narrowgauge.optim.clip import clip_grad_norm_
-from narrowgauge.optim.replace import current
+from narrowgauge.optim.replace import inmost
 from narrowgauge.optim.scaler import LossScaler
 from narrowgauge.preparation import prepare
 from narrowgauge.recipes.library import recipe as recipe_named
@@ -259,8 +259,7 @@ class Trainer(transformers.Trainer):
 
     def _own_optimizer(self) -> Any:
         """The optimizer without accelerate's wrapper."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return current(optimizer)
+        return inmost(self.optimizer)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._norm(model, self.args.max_grad_norm)
