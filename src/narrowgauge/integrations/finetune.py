@@ -35,7 +35,6 @@ from narrowgauge.integrations.finetune_models import (
 )
 from narrowgauge.integrations.finetune_ranks import (
     check_same_files,
-    folder_on_first,
     processes,
     ranks_of,
     told_by_first,
@@ -92,7 +91,8 @@ def run(config: FinetuneConfig, on_event: OnEvent = ignore) -> Outcome:
     config.check()
     ranks.check_same(dataclasses.asdict(config))
     config = ranks.from_first(lambda: _with_all_values(config))
-    folder = folder_on_first(ranks, lambda: FinetuneRun.begin(config), config.path)
+    # made by the first process, known to the others by its path only
+    folder = ranks.opened_by_first(lambda: FinetuneRun.begin(config), FinetuneRun(config.path))
     try:
         return _train(config, folder, on_event, None, ranks)
     except BaseException:
@@ -110,7 +110,7 @@ def resume(path: Path | str, on_event: OnEvent = ignore, checkpoint: str | None 
     folder = FinetuneRun.open(path)
     config = dataclasses.replace(folder.settings(), output=str(path))
     ranks = ranks_of(config, config.processes or 1)  # configurations of earlier versions are of one process
-    folder_on_first(ranks, folder.lock, folder.path)
+    ranks.from_first(folder.lock)
     try:
         start = ranks.from_first(lambda: _checked_start(folder, checkpoint))
         return _train(config, folder, on_event, start, ranks)
@@ -162,9 +162,10 @@ def _train_quietly(config: FinetuneConfig, folder: FinetuneRun, watch: Watch, st
         _say_what_is_left(inputs, work, say)
     watch.on_progress(0)
     with ExitStack() as stack:
-        opened: list[tuple[JournalWriter, list[Row]]] = []
-        ranks.from_first(lambda: opened.append(stack.enter_context(_journal(config, folder, start))))
-        watch.journal, earlier = opened[0] if opened else (None, [])
+        nothing: tuple[JournalWriter | None, list[Row]] = None, []
+        watch.journal, earlier = ranks.opened_by_first(
+            lambda: stack.enter_context(_journal(config, folder, start)), nothing
+        )
         if start is not None:
             watch.continue_from(start, earlier)
         return _fit(config, folder, work, watch)

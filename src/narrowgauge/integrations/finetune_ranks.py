@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -14,7 +13,6 @@ from narrowgauge.distributed.liveness import has_raised
 from narrowgauge.distributed.meeting_point import meeting_point
 from narrowgauge.errors import ConfigError, NarrowgaugeError, ProcessError
 from narrowgauge.integrations.finetune_config import FinetuneConfig
-from narrowgauge.integrations.finetune_run import FinetuneRun
 from narrowgauge.train.ranks import Ranks
 from narrowgauge.train.sections import ParallelConfig
 
@@ -37,13 +35,6 @@ def ranks_of(config: FinetuneConfig, wanted: int) -> Ranks:
         error.is_told_elsewhere = dist.is_initialized() and dist.get_rank() != 0
         raise error
     return Ranks.of(ParallelConfig(data=found), config.torch_device())
-
-
-def folder_on_first(ranks: Ranks, open_folder: Callable[[], FinetuneRun | None], path: Path) -> FinetuneRun:
-    """The run's folder: made or locked by the first process, known to the others by its path only."""
-    opened: list[FinetuneRun | None] = []
-    ranks.from_first(lambda: opened.append(open_folder()))
-    return (opened[0] if opened else None) or FinetuneRun(path)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,10 @@ def run(config: TrainConfig, on_event: OnEvent = ignore, launch: Launch | None =
     if earlier is not None:
         return resume(earlier.run_dir, on_event, earlier.checkpoint)
     config = ranks.from_first(lambda: _with_all_values(config))
-    folder = _on_first(ranks, lambda: RunFolder.create(config, launch.name if launch else ""), config.path)
+    # made by the first process, known to the others by its path only
+    folder = ranks.opened_by_first(
+        lambda: RunFolder.create(config, launch.name if launch else ""), RunFolder(config.path)
+    )
     try:
         return _train(config, folder, on_event, None, ranks)
     except BaseException:
@@ -85,7 +88,7 @@ def resume(
     ranks = Ranks.of(config.parallel, config.torch_device())
     if changes:
         ranks.check_same(dataclasses.asdict(config))
-    _on_first(ranks, folder.lock, folder.path)
+    ranks.from_first(folder.lock)
     try:
         start = ranks.from_first(lambda: folder.choose(checkpoint))
         if told:
@@ -93,13 +96,6 @@ def resume(
         return _train(config, folder, on_event, start, ranks, told)
     finally:
         folder.unlock()
-
-
-def _on_first(ranks: Ranks, open_folder: Callable[[], RunFolder | None], path: Path) -> RunFolder:
-    """The run's folder: made or locked by the first process, known to the others by its path only."""
-    opened: list[RunFolder | None] = []
-    ranks.from_first(lambda: opened.append(open_folder()))
-    return (opened[0] if opened else None) or RunFolder(path)
 
 
 def _with_all_values(config: TrainConfig) -> TrainConfig:

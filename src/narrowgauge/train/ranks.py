@@ -88,6 +88,12 @@ class Ranks:
             raise _told_elsewhere(*answer[1])
         return answer[0]
 
+    def opened_by_first(self, function: Callable[[], T], elsewhere: T) -> T:
+        """What `function` opens on the first process; `elsewhere` on the others. What it raises there, all raise."""
+        opened: list[T] = []
+        self.from_first(lambda: opened.append(function()))
+        return opened[0] if opened else elsewhere
+
     def together(self, function: Callable[[], T]) -> T:
         """`function` on every process; where it raises on one, all raise, and the first of the run tells it.
 
