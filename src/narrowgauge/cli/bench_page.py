@@ -139,13 +139,8 @@ def _table(rows: list[tuple[str, Mapping[str, Any]]], quick: bool = False) -> It
     heads = "".join(f"<th>{head}</th>" for head in ("figure", "asked", "found", ""))
     yield f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>'
     for name, figure in rows:
-        verdict = (
-            "<td></td>"
-            if quick
-            else '<td class="met">met</td>'
-            if is_met(figure)
-            else '<td class="missed"><b>MISSED</b></td>'
-        )
+        verdict = '<td class="met">met</td>' if is_met(figure) else '<td class="missed"><b>MISSED</b></td>'
+        verdict = "<td></td>" if quick else verdict
         asked = f'<td class="number" data-head="asked">{_text(goal(figure))}</td>'
         found = f'<td class="number" data-head="found">{_number(figure["measured"])}</td>'
         yield f"<tr><td>{_text(name)}</td>{asked}{found}{verdict}</tr>"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from narrowgauge.integrations.callback_journal import CallbackJournal, header_of
 from narrowgauge.observe.journal_writer import JournalWriter
@@ -11,6 +12,7 @@ from narrowgauge.observe.ledger import Ledger
 from narrowgauge.observe.observation import Observation, Precision
 from narrowgauge.train.ppo import PPOTrainer
 
+T = TypeVar("T")
 VALUE = "value."  # before the names of the value model's layers
 
 
@@ -47,16 +49,21 @@ class PPOJournal:
 def _header(trainer: PPOTrainer) -> dict[str, Any]:
     found = header_of(trainer.policy.model, trainer.policy.optimizer)
     of_value = header_of(trainer.value.model, trainer.value.optimizer)
-    found["formats"] |= {VALUE + name: roles for name, roles in of_value["formats"].items()}
+    found["formats"] |= _of_value(of_value["formats"])
     found["conversion"] += [{**row, "name": VALUE + row["name"]} for row in of_value["conversion"]]
     return found
 
 
 def _together(policy: Precision, value: Precision) -> Precision:
-    layers = policy.layers | {VALUE + name: roles for name, roles in value.layers.items()}
+    layers = policy.layers | _of_value(value.layers)
     if policy.histograms is None or value.histograms is None:
         return Precision(layers, None)
-    return Precision(layers, policy.histograms | {VALUE + name: roles for name, roles in value.histograms.items()})
+    return Precision(layers, policy.histograms | _of_value(value.histograms))
+
+
+def _of_value(layers: Mapping[str, T]) -> dict[str, T]:
+    """By the names that the value model's layers have beside the policy's."""
+    return {VALUE + name: roles for name, roles in layers.items()}
 
 
 def _sum(ledgers: dict[str, Ledger]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _BUFFER = 1 << 20  # bytes read at once
 LONGEST_LINE = 1 << 28  # bytes; a row of 10,000 layers has a few megabytes, and what is longer is no row
 _NON_FINITE_ENDS = (b'NaN"', b'Infinity"')
 # of values in a dict as `encode` writes them, which Python's json takes bare; an escaped quote makes another text
-_BARE = ((b': "NaN"', b": NaN"), (b': "Infinity"', b": Infinity"), (b': "-Infinity"', b": -Infinity"))
+_BARE = tuple((f': "{name}"'.encode(), f": {name}".encode()) for name in strict_json.NON_FINITE)
 _START = b'{"kind": "'  # of every line as `encode` writes it: other kinds are passed over without being parsed
 
 
@@ -52,9 +52,8 @@ def decode(line: bytes) -> Row:
     step = row.get("step")
     if row["kind"] != "header" and not (type(step) is int and 0 <= step < MOST_STEPS):
         raise ValueError("no step")
-    return (
-        strict_json.restored(row) if any(word in line for word in _NON_FINITE_ENDS) else row
-    )  # to look at all takes longer
+    # to look at all values takes longer than at the bytes
+    return strict_json.restored(row) if any(word in line for word in _NON_FINITE_ENDS) else row
 
 
 def number(value: Any) -> float:

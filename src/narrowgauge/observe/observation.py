@@ -103,7 +103,7 @@ class Observation:
         self._has_bins = self._bins_due(step)
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing can be compiled
-                stack.enter_context(_eager())
+                stack.enter_context(_EAGER)
             operands = stack.enter_context(collect(self.model, self._has_bins))
             state = stack.enter_context(watched(self.model, self.optimizer, self._has_bins)) if has_state else None
             self._looks = operands, state
@@ -134,22 +134,25 @@ class Observation:
         return Precision(layers, _histograms(found) if self._has_bins else None)
 
 
-_lookers = ExitStack(), [0]  # what ends with the last of them, and how many there are
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
+class _Eager:
     """Compiled code runs as it was written until the last one that looks has ended, in whatever order they do."""
-    stance, count = _lookers
-    if count[0] == 0:
-        stance.enter_context(torch.compiler.set_stance("force_eager"))
-    count[0] += 1
-    try:
-        yield
-    finally:
-        count[0] -= 1
-        if count[0] == 0:
-            stance.close()
+
+    def __init__(self) -> None:
+        self._looking = 0
+        self._stance = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._looking == 0:
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        self._looking += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._looking -= 1
+        if self._looking == 0:
+            self._stance.close()
+
+
+_EAGER = _Eager()  # torch has one stance for the whole process
 
 
 def _histograms(found: Found) -> Histograms:

@@ -247,6 +247,7 @@ def _sent(
 def _exchanged(part: Part, recipe: Recipe, casts: Casts, spread: Spread, step: Step) -> int:
     """Activations of one micro-batch."""
     width = part.whole.config.width
+    plain = Exchanged(recipe, spread.tensor, step.rows)
 
     def of_layer(each: LayerCast) -> Traffic:
         exchanged = Exchanged(each.recipe, spread.tensor, step.rows)
@@ -262,7 +263,6 @@ def _exchanged(part: Part, recipe: Recipe, casts: Casts, spread: Spread, step: S
         ends_early = plain.is_plain and not layers[-1].is_quantized
         return once + sum(each.forward for each in block) - (block[-1].forward if ends_early else 0)
 
-    plain = Exchanged(recipe, spread.tensor, step.rows)
     of_kinds = [of_block(layers) for layers in casts.kinds]
     ends = [plain.table(width)] if part.is_first else []
     ends += [of_layer(each) for each in casts.others] if part.is_last else []

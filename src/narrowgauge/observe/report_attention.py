@@ -64,7 +64,7 @@ def sampling(run: RunReader) -> str:
         is_even = mean == at[-1] - at[-2]
         every = f", one in every {mean:,.0f}" if is_even else f", one in every {mean:,.1f} on average"
         every = ", one after the other" if mean == 1 else every
-    times = f"{reader.samples:,} step{'s' if reader.samples > 1 else ''}{every}"
+    times = f"{_counted(reader.samples, 'step', 'steps')}{every}"
     if not run.has_layers:
         return f"means over all layers in {times}: this older journal does not tell layers apart"
     bare = f"; in {bare} more nothing was cast" if reader.empty else ""
@@ -205,7 +205,7 @@ def _conversion(run: RunReader) -> list[Finding]:
             remedy = "Nothing to do where that is meant; else change include, exclude or min_size of the recipe."
             if any("quantizes no GEMM operand" in _reason(row) for row in chosen):  # as recipes/select.py says it
                 remedy = "Nothing to do: this recipe casts no operand, its products are those of its compute dtype."
-            title = f"{len(chosen):,} {one if len(chosen) == 1 else several}"
+            title = _counted(len(chosen), one, several)
             found.append(Finding(severity, "conversion", title, "; ".join(reasons) + ".", remedy))
     emulated = [str(row.get("name")) for row in rows if "emulated" in str(row.get("backend"))]
     if emulated:

@@ -20,11 +20,8 @@ INSTALL = "narrowgauge[tune]"
 POINTS = 24  # of a front
 _ROUNDING = 1e-9  # of a budget: sums in another order must not break it
 _INFEASIBLE = 2  # scipy's status
-_WORDS = {
-    "bytes": "bytes a token",
-    "time": "of the time of all layers wide",
-    "wide_layers": "wide layers",
-}  # of a budget's limits; fmt: skip
+# of a budget's limits
+_WORDS = {"bytes": "bytes a token", "time": "of the time of all layers wide", "wide_layers": "wide layers"}
 
 
 @dataclass(frozen=True)
